@@ -309,6 +309,7 @@ def _planning(commands: Commands) -> None:
             "flightdeck plan --write DIR",
             "write accelerate_config.yaml, ds_config.json, pytorchjob.yaml of a PyTorch job",
         ),
+        ("flightdeck plan --longest --model Qwen/Qwen3-4B --memory 64", "what fits, before anything is downloaded"),
         ("flightdeck plan --apply", "write the suggested batch, learning rate and warm-up into flightdeck.toml"),
         adopts=False,
     )
@@ -326,6 +327,11 @@ def _planning(commands: Commands) -> None:
         metavar="DIR",
         help="write the files that PyTorch's own tools take into this folder; with --json their paths are `written`",
     )
+    plan.add_argument("--longest", action="store_true", help="the longest sequence that fits each node, by method")
+    plan.add_argument("--largest-batch", action="store_true", help="the largest batch that fits each node, by method")
+    what = "with these, in place of the job's: its folder or config.json on this machine, or OWNER/NAME of the Hub"
+    plan.add_argument("--model", metavar="MODEL", help=what)
+    plan.add_argument("--memory", type=_count(10**6), metavar="GB", help="with these: of a Mac, in place of the nodes")
     _layer_split(plan)
     calibrate = _command(
         commands,

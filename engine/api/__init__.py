@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Scaling,
         ScalingPoint,
     )
+    from engine.plan.capacity import Capacity, CapacityReport
     from engine.plan.document import TorchSection, TrainingPlan
     from engine.plan.explain import explained, summary
     from engine.plan.network import NetworkPlan
@@ -67,6 +68,7 @@ _NAMES: Final = {
     "engine.config.edit": "changed_keys edited_settings line_of parse_settings parse_value with_settings",
     "engine.config.models": "Config",
     "engine.measurements": "Calibration CalibrationProgress GroupMeasure LinkMeasure NodeMeasure Scaling ScalingPoint",
+    "engine.plan.capacity": "Capacity CapacityReport",
     "engine.plan.document": "TorchSection TrainingPlan",
     "engine.plan.explain": "explained summary",
     "engine.plan.network": "NetworkPlan",

@@ -17,14 +17,17 @@ from engine.api.runs import RunsApi
 from engine.api.session import Session
 from engine.checks.context import CheckContext
 from engine.checks.obstacles import data_options
-from engine.checks.plan_inputs import read_model
+from engine.checks.plan_inputs import capacity_inputs, read_model
 from engine.checks.runner import make_training_plan, validate_skip
+from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.host_locks import shared_hosts
 from engine.cluster.probe_results import InputsReport
 from engine.config.edit import Settings, with_settings, write_settings
-from engine.config.models import Config
+from engine.config.mlx_lm_keys import with_defaults
+from engine.config.models import ClusterConfig, Config, JobConfig
 from engine.errors import InputError, InputsChanged, StateError
 from engine.models import NodeFacts, RunRecord
+from engine.plan.capacity import CapacityReport, capacities
 from engine.plan.document import TrainingPlan
 from engine.protocol.checksums import BASE_MODEL
 from engine.protocol.job import Strategy
@@ -66,6 +69,18 @@ class LaunchesApi:
         """config.json of the job's model, from the first node that has it; None where none told it."""
         async with CheckContext(config, self._session.fleet) as context:
             return (await read_model(context, config.nodes))[0]
+
+    async def capacities(
+        self, config: Config | None, model: str | None, mac_bytes: int | None, *, longest: bool, largest_batch: bool
+    ) -> CapacityReport:
+        """The longest sequences and the largest batches that fit: the job's on its nodes, or without a configuration
+        mlx-lm's defaults on this machine; `model` as `read_configuration` takes it in place of the job's, a Mac with
+        `mac_bytes` of memory in place of the nodes. Raises InputError."""
+        job = JobConfig(name="capacity", mlx_lm=with_defaults({}))
+        config = config or Config(cluster=ClusterConfig(name="capacity"), nodes=(THIS_MACHINE,), job=job)
+        async with CheckContext(config, self._session.fleet) as context:
+            inputs = await capacity_inputs(context, model, mac_bytes)
+        return await asyncio.to_thread(capacities, inputs, longest=longest, largest_batch=largest_batch)
 
     def apply_plan(self, config: Config, plan: TrainingPlan) -> tuple[list[str], Path]:
         """Write the plan's suggested batch, learning rate and warm-up into the configuration's file: the lines of

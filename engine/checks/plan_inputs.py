@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from engine.checks.context import CheckContext, once
 from engine.checks.obstacles import data_options, reporting_obstacles
+from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.probe_results import ExampleCount, ModelConfiguration
 from engine.cluster.topology import topology
 from engine.config.formats import resolved
@@ -35,7 +36,7 @@ from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemor
 from engine.plan.fingerprint import latest_matching
 from engine.plan.memory.choice import is_open
 from engine.plan.memory.choice import resolved as with_chosen
-from engine.plan.memory.fit import memory_fit
+from engine.plan.memory.fit import FUSED_SINCE, memory_fit
 from engine.plan.memory.shape import ModelShape
 from engine.plan.network import plan_network
 from engine.plan.planner import make_plan
@@ -43,6 +44,7 @@ from engine.plan.shares import divide_batch
 from engine.protocol.job import Strategy
 from engine.security.paths import default_roots, make_home, validate_path
 from engine.security.redact import REDACTED, is_public
+from engine.security.sanitise import json_or_none
 from engine.store.store import Store
 
 _LIMIT_S = 20.0
@@ -222,6 +224,36 @@ async def read_model(context: CheckContext, nodes: Sequence[NodeConfig]) -> tupl
         return {**result.configuration, "torch_dtype": result.dtype}, f"{source}, type of the weights from their files"
 
     return await _first_answer(context, nodes, lambda node: node.model or job.model, read)
+
+
+async def capacity_inputs(context: CheckContext, model: str | None, mac_bytes: int | None) -> PlanInputs:
+    """Those that decide how much of the job fits. Raises InputError."""
+    now, config, seen = datetime.now(UTC), context.config, dict[str, NodeFacts]()
+    if mac_bytes is None:
+        seen = last_known_facts(config, await context.facts(), (await cluster_history(context)).facts)
+    else:
+        mac = NodeFacts(
+            node=f"Mac, {memory_text(mac_bytes)}", host="", probed_at=now, system="Darwin", gpu="gpu",
+            memory_total_bytes=mac_bytes, mlx=".".join(map(str, FUSED_SINCE)),
+        )  # fmt: skip
+        node, seen = THIS_MACHINE.model_copy(update={"name": mac.node}), {mac.node: mac}
+        config = config.model_copy(update={"nodes": (node,)})
+    cabling, network = topology(list(seen.values())), None
+    with contextlib.suppress(LaunchError):
+        network = plan_network(config, list(seen.values()), cabling)
+    configuration, source = None, f"{model} is no JSON object"
+    if model is None:
+        configuration, source = await read_model(context, context.config.nodes)
+    else:
+        from engine.publish.hub import read_configuration
+
+        configuration = json_or_none(await asyncio.to_thread(read_configuration, model))
+    if not isinstance(configuration, dict):
+        raise InputError("the model is not known", why=source, todo="name its folder or its config.json: --model")
+    strategy, source = config.job.strategy, model or source
+    return PlanInputs(
+        config, strategy, now, cabling, _tools(), seen, network=network, model=configuration, model_source=source
+    )
 
 
 async def _examples(

@@ -75,6 +75,8 @@ class PlanInputs:
     obstacles: tuple[PlanIssue, ...] = ()
     """Reported by nodes, and refused."""
     checks: tuple[PlannedCheck, ...] = ()
+    seeks_ways_out: bool = True
+    """Find which changes would let a job fit that does not."""
 
 
 def usable_calibration(inputs: PlanInputs) -> Calibration | None:

@@ -1,5 +1,5 @@
-"""Uploads to the Hugging Face Hub by its own library, which leaves out what has arrived before. The token is the
-library's: HF_TOKEN, or that of `hf auth login`."""
+"""Uploads to the Hugging Face Hub by its own library, which leaves out what has arrived before; a model's config.json.
+The token is the library's: HF_TOKEN, or that of `hf auth login`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import re
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, get_session, get_token, hf_hub_url
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from engine.errors import FlightDeckError, InputError
@@ -19,6 +20,7 @@ from engine.security.redact import redact
 from engine.security.sanitise import plain
 
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9](?!.*(?:--|\.\.))[\w.-]{0,94}")
+_ANSWERS_WITHIN_S = 10.0
 _LOGIN = "log in with a token that may write: hf auth login, or HF_TOKEN"
 
 
@@ -55,10 +57,30 @@ def upload(run: TrainedRun, folder: ModelFolder) -> str:
         except Exception as error:  # As many kinds as the library has parts.
             refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
             todo = _LOGIN if refused else "run the same command again: what has arrived is not sent twice"
-            texts = dict.fromkeys(" ".join(f"{fault}".split()) for fault in (error, error.__cause__) if fault)
-            why = plain(_redacted(" ".join(filter(None, texts))), 300) or type(error).__name__
-            raise FlightDeckError("the upload did not complete", where=repository, why=why, todo=todo) from None
+            what = "the upload did not complete"
+            raise FlightDeckError(what, where=repository, why=_reason(error), todo=todo) from None
     raise InputError("the repository is public", where=repository, todo="make it private on the Hub first")
+
+
+def read_configuration(model: str) -> bytes:
+    """config.json of a folder, or itself, on this machine; else of OWNER/NAME on the Hub, and nothing but that.
+    Blocking. Raises InputError."""
+    path = Path(model).expanduser()
+    try:
+        if path.exists() or model.count("/") != 1:
+            return (path / "config.json" if path.is_dir() else path).read_bytes()
+        address, headers = hf_hub_url(model, "config.json"), build_hf_headers()
+        response = get_session().get(address, headers=headers, follow_redirects=True, timeout=_ANSWERS_WITHIN_S)
+        hf_raise_for_status(response)
+        return response.content
+    except Exception as error:  # As many kinds as the library has parts.
+        todo = "name a folder, a config.json, or OWNER/NAME of the Hub, with HF_TOKEN where it asks who you are"
+        raise InputError(f"{model} has no config.json that can be read", why=_reason(error), todo=todo) from None
+
+
+def _reason(error: Exception) -> str:
+    texts = dict.fromkeys(" ".join(f"{fault}".split()) for fault in (error, error.__cause__) if fault)
+    return plain(_redacted(" ".join(filter(None, texts))), 300) or type(error).__name__
 
 
 def _usage(run: TrainedRun, folder: ModelFolder, repository: str) -> list[str]:

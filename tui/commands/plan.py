@@ -5,16 +5,32 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from engine.api import Engine, ExitCode, TorchSection, TrainingPlan, explained, summary, with_strategy
-from engine.errors import InputError, memory_text
-from tui.commands.terminal import Lines, accepted_config, print_json
+from engine.api import (
+    Capacity,
+    CapacityReport,
+    Engine,
+    ExitCode,
+    TorchSection,
+    TrainingPlan,
+    explained,
+    summary,
+    with_strategy,
+)
+from engine.errors import InputError, memory_text, spans
+from tui.commands.terminal import DEFAULT_FILE, Lines, accepted_config, print_json
+from tui.formatting import NOT_MEASURED, table
 
 
 def plan(options: argparse.Namespace, engine: Engine) -> int:
     """Make the plan; 1 when it could not be launched as it stands, or not by this release. With --apply, 0 when the
     suggestion was written: it is another job's plan that counts then."""
+    if options.longest or options.largest_batch:
+        return _capacity(options, engine)
+    if options.model or options.memory:
+        raise InputError("--model and --memory are for --longest and --largest-batch", todo="add one of them")
     config = accepted_config(options, engine)
     strategy = options.strategy
     if options.layer_split is not None:
@@ -42,6 +58,51 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
             lines.say(f"  {line}")
         return ExitCode.OK
     return ExitCode.OK if made.strategy.launchable and not made.refused else ExitCode.FAILED
+
+
+def _capacity(options: argparse.Namespace, engine: Engine) -> int:
+    """1 where nothing fits."""
+    config = None
+    if options.config is not None or DEFAULT_FILE.exists():
+        config = with_strategy(accepted_config(options, engine), options.strategy, options.layer_split)
+    elif options.model is None:
+        raise InputError("there is no job", why=f"no {DEFAULT_FILE}", todo="name a model: --model")
+
+    async def search() -> CapacityReport:
+        asked = {"longest": options.longest, "largest_batch": options.largest_batch}
+        async with engine:
+            memory = options.memory and options.memory * 2**30
+            return await engine.launches.capacities(config, options.model, memory, **asked)
+
+    report, lines = asyncio.run(search()), Lines()
+    if options.json:
+        print_json(report)
+    else:
+        made_for = f"{report.made_for:,} tokens" if report.made_for else "sequences of any length"
+        lines.wrap("", f"{report.model}, made for {made_for}", 2)
+        _print_capacities(lines, "longest sequence, one per rank", "TOKENS", report.longest)
+        title = f"largest batch of a rank, of {report.sequence:,} tokens each"
+        _print_capacities(lines, title, "SEQUENCES", report.largest_batch)
+    fits = any(row.amount for row in (*(report.longest or ()), *(report.largest_batch or ())))
+    return ExitCode.OK if fits else ExitCode.FAILED
+
+
+def _print_capacities(lines: Lines, title: str, unit: str, capacities: Sequence[Capacity] | None) -> None:
+    if capacities is None:
+        return
+    lines.say()
+    lines.say(lines.ink(title, "bold"))
+    rows = []
+    for row in capacities:
+        amount, needed = f"{row.amount:,}" if row.amount else "none fits", NOT_MEASURED
+        if (memory := row.memory) is not None:
+            needed = f"{memory_text(memory.needed_bytes)} of {memory_text(memory.limit_bytes or 0)}"
+        figures = (NOT_MEASURED if row.amount is None else amount, needed, getattr(row.settings, "text", NOT_MEASURED))
+        rows.append([spans(row.nodes), row.method, row.weights, *figures])
+    lines.say(table(("NODE", "METHOD", "WEIGHTS", unit, "NEEDED", "SETTINGS"), rows, lines.width, lead=4))
+    for row in capacities:
+        if row.why_not:
+            lines.wrap(f"{spans(row.nodes)}, {row.method}: ", row.why_not, 2)
 
 
 def _write(made: TrainingPlan, folder: Path) -> list[str]:

@@ -98,7 +98,7 @@ def memory_fit(context: PlanContext) -> MemoryFit:
     _warn_of_older_mlx(context, shape, ranks)
     rows = [_rank_memory(context, place, workload, need) for place, workload, need in ranks]
     ways: tuple[WayOut, ...] = ()
-    if context.job.kind.trains and any(row.fits is False for row in rows):
+    if context.seeks_ways_out and context.job.kind.trains and any(row.fits is False for row in rows):
         places = [
             replace(place, measured=max(1.0, row.needed_bytes / need.needed_bytes))
             for (place, _, need), row in zip(ranks, rows, strict=True)

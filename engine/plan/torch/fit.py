@@ -97,7 +97,7 @@ def torch_fit(context: PlanContext) -> TorchFit:
     _explain(asked, choice, context)
     rows, short = _rows(context, job, chosen)
     ways: tuple[WayOut, ...] = ()
-    if choice.chosen.fits is False:
+    if context.seeks_ways_out and choice.chosen.fits is False:
         ways = _ways_out(job, asked, precision, context)
     refuse_memory(rows, ways, context)
     if short:
