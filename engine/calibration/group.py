@@ -16,6 +16,7 @@ from engine.checks.context import CheckContext
 from engine.checks.gradient import GroupOutcome, GroupProgram, is_consequence, run_group
 from engine.checks.plan_inputs import shared_plan, shared_plan_inputs
 from engine.cluster.staging import HostLayout
+from engine.config.mlx_lm_keys import full_sequences
 from engine.config.models import Config, select_nodes
 from engine.errors import FlightDeckError, InputError, LaunchError, memory_text, plural
 from engine.failures.explanation import explained
@@ -52,8 +53,10 @@ async def measure_group(
     job = config.job
     if job.strategy not in ("sharded", "pipeline") or len(config.nodes) < 2:
         return None
+    batch = full_sequences(job.mlx_lm, len(config.nodes))
+    config = _of_sequences(config, batch)
     on_progress(CalibrationProgress(TOGETHER, "measuring", seconds=seconds))
-    measure = GroupMeasure(strategy=job.strategy, batch=int(job.mlx_lm["batch_size"]))
+    measure = GroupMeasure(strategy=job.strategy, batch=batch)
     try:
         measure = group_measure(measure, await time_steps(context, config, seconds, too_large))
     except (FlightDeckError, OSError) as error:
@@ -185,7 +188,7 @@ async def measure_scaling(
         scaling = scaling.model_copy(update={"backend": backend})
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
     seconds = QUICK_GROUP_S if scaling.quick else min(config.calibration.seconds, GROUP_S)
-    counts, whole = rank_counts(len(config.nodes)), int(config.job.mlx_lm["batch_size"])
+    counts, whole = rank_counts(len(config.nodes)), full_sequences(config.job.mlx_lm, len(config.nodes))
     for ranks in counts:
         batch = batch_of(whole, ranks, len(config.nodes), per_rank=scaling.per_rank_batch)
         # A part of a ring is none.
@@ -209,7 +212,7 @@ def new_scaling(config: Config, fingerprint: str, *, quick: bool, per_rank_batch
     hosts, job, notes = [node.ssh for node in config.nodes], config.job, list[str]()
     if len(set(hosts)) < len(hosts):
         notes.append(_SHARED)
-    whole = int(job.mlx_lm.get("batch_size") or 0)
+    whole = full_sequences(job.mlx_lm, len(hosts))
     if per_rank_batch and whole != (all_ranks := batch_of(whole, len(hosts), len(hosts), per_rank=True)):
         notes.append(f"the job's batch of {whole} cannot be divided equally: all ranks together take {all_ranks}")
     return Scaling(
@@ -234,8 +237,12 @@ def is_worth_keeping(scaling: Scaling) -> bool:
 def _first_ranks(config: Config, ranks: int, batch: int, shares: Mapping[str, float]) -> Config:
     part = select_nodes(config, [node.name for node in config.nodes[:ranks]])
     nodes = tuple(node.model_copy(update={"share": shares.get(node.name)}) for node in part.nodes)
-    job = part.job.model_copy(update={"mlx_lm": {**part.job.mlx_lm, "batch_size": batch}})
-    return part.model_copy(update={"nodes": nodes, "job": job})
+    return _of_sequences(part.model_copy(update={"nodes": nodes}), batch)
+
+
+def _of_sequences(config: Config, batch: int) -> Config:
+    settings = {**config.job.mlx_lm, "batch_size": batch, "batch_tokens": None}
+    return config.model_copy(update={"job": config.job.model_copy(update={"mlx_lm": settings})})
 
 
 async def _measure(context: CheckContext, config: Config, seconds: float) -> ScalingPoint:

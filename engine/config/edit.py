@@ -17,9 +17,9 @@ from pydantic import BaseModel
 from engine.config.documents import SCALAR_FAULTS, read_text
 from engine.config.draft import toml_value
 from engine.config.faults import FileTable
-from engine.config.job_table import PATH_KEYS, SAME_KEYS, ReadJob, apply_rate_rule
+from engine.config.job_table import PATH_KEYS, ReadJob, apply_rate_rule
 from engine.config.load import check_training
-from engine.config.mlx_lm_keys import KEYS, with_defaults
+from engine.config.mlx_lm_keys import KEYS, SAME_KEYS, with_defaults
 from engine.config.models import Config
 from engine.errors import ConfigError, InputError, StateError
 from engine.protocol.attempt import replacing

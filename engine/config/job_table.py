@@ -17,7 +17,7 @@ from engine.config.faults import FileTable
 from engine.config.formats import path_form, resolved
 from engine.config.models import JobConfig
 from engine.protocol import launchers
-from engine.protocol.job import AUTO, STRATEGIES, Framework
+from engine.protocol.job import AUTO, STRATEGIES, Framework, scaled_rate, scaling_rule
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = (
@@ -36,8 +36,6 @@ _RESERVED_NAMES = (
     "FLIGHTDECK_*, MLX_RANK, MLX_HOSTFILE, MLX_IBV_DEVICES, MLX_WORLD_SIZE, MLX_JACCL_*, MASTER_ADDR, MASTER_PORT, "
     "RANK, LOCAL_RANK, GROUP_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and TORCHELASTIC_*"
 )
-SAME_KEYS = {"epochs": "iters", "iters": "epochs"}
-"""A job has one or the other."""
 _REQUIRED = {
     "model": "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors",
     "data": "a directory with train.jsonl, and optionally valid.jsonl and test.jsonl, or a file or folder as in [data]",
@@ -105,7 +103,7 @@ def apply_rate_rule(settings: dict[str, Any]) -> bool:
     if settings.get("learning_rate") != AUTO or not {"batch_size", "optimizer"} <= settings.keys():
         return False
     total = settings["batch_size"] * settings.get("grad_accumulation_steps", 1)
-    settings["learning_rate"] = mlx_lm_keys.scaled_rate(total, mlx_lm_keys.scaling_rule(settings["optimizer"]))
+    settings["learning_rate"] = scaled_rate(total, scaling_rule(settings["optimizer"]))
     return True
 
 
@@ -215,7 +213,7 @@ def _training(table: FileTable, base: Path) -> tuple[dict[str, Any], dict[str, F
     locations: dict[str, FileTable] = {}
     for source in (table, _yaml_keys(table, base)):
         # Keys of the table win, also as the other way to say the same.
-        settled = {*given, *(SAME_KEYS[key] for key in given if key in SAME_KEYS)}
+        settled = {*given, *(mlx_lm_keys.SAME_KEYS[key] for key in given if key in mlx_lm_keys.SAME_KEYS)}
         for key, value in source.items():
             if key in mlx_lm_keys.KEYS and key != "config" and value is not None and key not in settled:
                 given[key], locations[key] = value, source

@@ -141,12 +141,14 @@ def check_training(inline: FileTable, tables: Sequence[FileTable], job: ReadJob)
     iters, unvalidated = settings.get("iters"), settings.get("val_batches") == 0
     never = iters is not None and settings.get("grad_accumulation_steps", 0) > iters
     twice = iters is not None and settings.get("epochs") is not None
+    both = batch_size is not None and settings.get("batch_tokens") is not None
     no_judge = "no value here: val_batches = 0, so that there is no validation to judge by"
     for key, applies, accepted in (
         ("wire", int8, f'auto or float32: strategy = "{strategy}" sends no int8'),
         *((key, not_local and key in job.locations, 'no value here, unless strategy = "local"') for key in LOCAL_KEYS),
         ("batch_size", too_small, f"{nodes} or more: the global batch is divided over {nodes} nodes"),
         ("grad_accumulation_steps", never, f"at most iters = {iters}, since otherwise the model is never updated"),
+        ("batch_tokens", both, "no value here: batch_size is set, and it is one or the other"),
         ("epochs", twice, "no value here: iters is set, and it is one or the other"),
         *((key, unvalidated and settings.get(key), no_judge) for key in ("save_best", "patience")),
     ):

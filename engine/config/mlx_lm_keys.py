@@ -9,8 +9,8 @@ default, and Hugging Face data sets are not read."""
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from decimal import Decimal
@@ -147,6 +147,9 @@ KEYS: dict[str, Key] = {
     "seed": Key(Form(_NotNegative, "a whole number, 0 or more"), 0, "Random seed."),
     "num_layers": Key(COUNT_OR_ALL, 16, "Number of layers to train, from the last; all of them for full fine-tuning."),
     "batch_size": Key(COUNT, 4, "Sequences per iteration over all ranks (the global batch)."),
+    "batch_tokens": Key(COUNT, None,
+        "Tokens per iteration over all ranks, padding included, in place of batch_size: examples of like length are "
+        "gathered until they are so many, and one that is longer is a batch of its own. Not in mlx-lm."),
     "iters": Key(COUNT, 1000, "Training iterations."),
     "epochs": Key(Form(Annotated[FiniteFloat, Field(gt=0, le=1e6)],
         "a number above 0, at most 1000000; without iters"), None,
@@ -154,7 +157,8 @@ KEYS: dict[str, Key] = {
     "grad_accumulation_steps": Key(COUNT, 1, "Iterations whose gradients are accumulated for one update."),
     "learning_rate": Key(Form(Literal["auto"] | POSITIVE.type, f"{POSITIVE.accepted}, or {AUTO}"), 1e-5,
         "Learning rate without a schedule. auto: by the scaling rule of the optimizer for this batch_size and "
-        "grad_accumulation_steps, as `flightdeck plan` shows it. Not in mlx-lm."),
+        "grad_accumulation_steps, as `flightdeck plan` shows it; with batch_tokens for the mean number of sequences of "
+        "an update. Not in mlx-lm."),
     "lr_schedule": Key(Form(_Schedule, "name and arguments ("
         + "; ".join(f"{name}: [{', '.join(each)}]" for name, each in SCHEDULE_ARGUMENTS.items())
         + "; cosine_decay also without the last rate; steps are 1 or more), and optionally warmup, warmup_init"), None,
@@ -260,6 +264,8 @@ FORMER_KEYS = {
 }
 """Keys of earlier releases, and of files written for other trainers → what says the same today."""
 
+SAME_KEYS = {"epochs": "iters", "iters": "epochs", "batch_tokens": "batch_size", "batch_size": "batch_tokens"}
+"""A job has one or the other."""
 SIZE_KEYS = ("clear_cache_threshold",)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(?:([KMGT]?)B?)", re.IGNORECASE)
@@ -292,43 +298,19 @@ TORCH_OPTIMIZERS = ("adam", "adamw", "sgd")
 """The optimizers that the trainer for PyTorch has; others are MLX's alone."""
 
 
+def full_sequences(settings: Mapping[str, Any], least: int = 1) -> int:
+    """batch_size; with batch_tokens as many sequences of full length as it has, and at least so many."""
+    batch_size, tokens = settings.get("batch_size"), settings.get("batch_tokens")
+    if batch_size is None and tokens is not None:
+        return max(least, int(tokens) // int(settings["max_seq_length"]))
+    return int(batch_size or least)
+
+
 def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """All keys, with defaults for those not given; no iters with epochs. null counts as not given, as in mlx-lm."""
+    """All keys, with defaults for those not given; no iters with epochs, no batch_size with batch_tokens. null counts
+    as not given, as in mlx-lm."""
     present = {key: value for key, value in given.items() if value is not None}
     # All of them for full fine-tuning: mlx-lm's 16 refuses models with fewer layers.
     fill = DEFAULTS | ({"num_layers": -1} if present.get("fine_tune_type") == "full" else {})
-    if "epochs" in present:
-        fill = {key: value for key, value in fill.items() if key != "iters"}
-    return deepcopy(fill) | present
-
-
-ScalingRule = Literal["linear", "sqrt"]
-
-
-@dataclass(frozen=True)
-class BaseRate:
-    """A learning rate that is known to work at a total batch size."""
-
-    batch: int
-    learning_rate: float
-    source: str
-
-
-BASE_RATES: dict[ScalingRule, BaseRate] = {
-    "linear": BaseRate(64, 1e-3, "Goyal et al. 2017, Accurate, Large Minibatch SGD: the rate grows with the batch"),
-    "sqrt": BaseRate(1, 1e-5, "Krizhevsky 2014; Malladi et al. 2022 for Adam: the rate grows with the batch's root"),
-}
-
-
-def scaling_rule(optimizer: str) -> ScalingRule:
-    """Optimizers that normalise by the gradient's magnitude scale with the square root of the batch."""
-    return "linear" if optimizer == "sgd" else "sqrt"
-
-
-def scaled_rate(total: int, rule: ScalingRule) -> float:
-    """The rule's learning rate at a batch of `total` sequences.
-
-    linear: lr · total/batch (64 at 0.001 → 512 at 0.008). sqrt: lr · √(total/batch) (1 at 1e-5 → 8 at 2.8e-5)."""
-    base = BASE_RATES[rule]
-    ratio = total / base.batch
-    return base.learning_rate * (ratio if rule == "linear" else math.sqrt(ratio))
+    absent = {SAME_KEYS[key] for key in ("epochs", "batch_tokens") if key in present}
+    return deepcopy({key: value for key, value in fill.items() if key not in absent}) | present

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.cluster.transport.base import quoted
-from engine.config.mlx_lm_keys import DEFAULTS, services
+from engine.config.job_table import apply_rate_rule
+from engine.config.mlx_lm_keys import DEFAULTS, full_sequences, services
 from engine.config.models import Config, NodeConfig, on_node
 from engine.launch.hostfile import hostfile_document
 from engine.launch.mlx_launch import arguments
@@ -92,6 +93,10 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
     settings = {key: value for key, value in config.job.mlx_lm.items() if key not in _PER_NODE}
     settings["fine_tune_type"] = config.job.fine_tune_type
     job_services = services(settings.get("report_to"))
+    if (tokens := settings.pop("batch_tokens", None)) is not None:
+        settings["batch_size"] = full_sequences(config.job.mlx_lm, ranks)
+        notes.append(f"mlx-lm has no batch_tokens = {tokens}: batch_size is {settings['batch_size']} here")
+        apply_rate_rule(settings)
     batch = int(settings["batch_size"])
     if batch % ranks:
         settings["batch_size"] = -(-batch // ranks) * ranks
@@ -113,7 +118,7 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
             notes.append(f"mlx-lm has no {key}: it is left out")
     epochs = settings.pop("epochs", None)
     if epochs is not None and sizes.examples is not None:
-        settings["iters"] = epoch_iterations(epochs, sizes.examples, int(settings["batch_size"]))
+        settings["iters"] = epoch_iterations(epochs, sizes.examples // int(settings["batch_size"]))
         what = f"{epochs:g} x {sizes.examples} examples in batches of {settings['batch_size']}"
         notes.append(f"mlx-lm has no epochs: iters is {settings['iters']} here, {what}")
     elif epochs is not None:

@@ -212,7 +212,7 @@ def _sizes(context: PlanContext, memory: MemoryFit) -> str:
         return ""
     first = memory.workloads[0]
     # The workload of a pipeline's stage is what it has in flight.
-    even = max(1, int(context.settings["batch_size"]) // context.ranks)
+    even = max(1, context.steps[0][0] // context.ranks)
     batch = even if first.strategy == "pipeline" else first.batch
     alone = replace(first, strategy="data", world_size=1, layers=None, batch=batch, accumulation=context.accumulation)
     sizes = []

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 
-from engine.config.mlx_lm_keys import BASE_RATES, SCHEDULE_ARGUMENTS, STEPS, scaled_rate, scaling_rule
+from engine.config.mlx_lm_keys import SCHEDULE_ARGUMENTS, STEPS
 from engine.errors import plural
 from engine.plan.context import PlanContext, job_iterations
-from engine.plan.document import BatchSection, Source, SuggestedBatch
+from engine.plan.document import BatchSection, PaddingSection, Source, SuggestedBatch
+from engine.plan.padding import shapes, suggested_budget
+from engine.protocol.job import AUTO, BASE_RATES, scaled_rate, scaling_rule
 
 START_PER_RANK = {"apple": 4, "cuda": 64, "cpu": 4}
 """Initial sequences per rank. On Apple silicon users report the same throughput for any batch (about 340 tokens/s at 4
@@ -76,15 +78,45 @@ def batch_section(context: PlanContext, fits: int | None) -> BatchSection:
         epochs=context.updates / per_epoch if context.updates is not None and per_epoch else None,
         largest_per_gpu_batch_size=fits,
         suggested=_suggested(context, fits),
+        padding=_padding(context, fits),
+    )
+
+
+def _budget(context: PlanContext, sequences: int, fits: int | None) -> int:
+    longest = int(context.settings["max_seq_length"])
+    room = None if fits is None else fits * longest * context.ranks
+    return suggested_budget(context.rows or [longest], sequences, room)
+
+
+def _padding(context: PlanContext, fits: int | None) -> PaddingSection | None:
+    rows, settings = context.rows, context.settings
+    longest, sequences = int(settings["max_seq_length"]), int(settings["batch_size"])
+    if not rows:
+        context.explain(_KEY + "padding", Source.UNKNOWN, "no node has tokenised rows of the training data")
+        return None
+    now = shapes(rows, longest, sequences=sequences, budget=context.budget)
+    budget = _budget(context, sequences, fits)
+    measured = f"the lengths of {sum(context.lengths.values()):,} rows, which a node has tokenised: an estimate"
+    context.explain(_KEY + "padding", Source.FACT, measured)
+    return PaddingSection(
+        batch_tokens=context.budget,
+        real_share=now.real,
+        largest_step=now.largest,
+        sequences_per_batch=now.rows,
+        suggested_batch_tokens=budget,
+        suggested_real_share=shapes(rows, longest, budget=budget).real,
     )
 
 
 def _explain_batch(context: PlanContext, fits: int | None) -> None:
     settings = context.settings
     source, origin = Source.DEFAULT, "mlx-lm's default is"
-    if context.given("batch_size"):
+    if context.given("batch_size", "batch_tokens"):
         source, origin = Source.USER, "the job sets"
     sizes = f"batch_size = {settings['batch_size']} over all ranks, {context.accumulation} of them per update"
+    if context.budget is not None:
+        mean = f"about {settings['batch_size']} sequences" + ("" if context.rows else " of full length")
+        sizes = f"batch_tokens = {context.budget} over all ranks: {mean}, {context.accumulation} of them per update"
     context.explain(_KEY + "total_batch_size", source, f"{origin} {sizes}")
     if context.strategy == "pipeline":
         context.explain(_KEY + "micro_batch", Source.RULE, "every stage of a pipeline processes the whole batch")
@@ -100,6 +132,9 @@ def _explain_rate(context: PlanContext) -> None:
     source, reason = Source.DEFAULT, "mlx-lm's default; the job sets none"
     if context.settings.get("lr_schedule"):
         source, reason = Source.USER, "the highest rate in lr_schedule"
+    elif context.settings.get("learning_rate") == AUTO:
+        reason = 'learning_rate = "auto": as rule_learning_rate, at the mean sequences that the trainer counts'
+        source = Source.RULE
     elif context.job.rate_by_rule:
         source, reason = Source.RULE, 'learning_rate = "auto": as rule_learning_rate'
     elif context.given("learning_rate"):
@@ -129,7 +164,8 @@ def _peak_rate(context: PlanContext) -> float | None:
     """The constant rate, or the highest rate of a schedule: the first one, or of a linear one perhaps the last."""
     schedule = context.settings.get("lr_schedule")
     if not schedule:
-        return float(context.settings["learning_rate"])
+        rate, rule = context.settings["learning_rate"], scaling_rule(str(context.settings["optimizer"]))
+        return scaled_rate(context.total_batch or 1, rule) if rate == AUTO else float(rate)
     arguments = [float(number) for number in schedule["arguments"]]
     rates = arguments[:2] if schedule["name"] == "linear_schedule" else arguments[:1]
     return max(rates, default=None)
@@ -143,7 +179,7 @@ def _suggested(context: PlanContext, fits: int | None) -> SuggestedBatch | None:
         fits = max(0, min(examples // context.ranks, examples if fits is None else fits))
     if fits == 0:
         return None
-    given = context.given("batch_size", "grad_accumulation_steps")
+    given = context.given("batch_size", "batch_tokens", "grad_accumulation_steps")
     platform = context.platform if context.platform in START_PER_RANK else "cpu"
     start = START_PER_RANK[platform]
     target = context.total_batch if given and context.total_batch is not None else ROBUST_TOTAL[0]
@@ -162,6 +198,8 @@ def _suggested(context: PlanContext, fits: int | None) -> SuggestedBatch | None:
     updates = math.ceil(iterations / steps) if iterations is not None else None
     warm = warmup_steps(updates, per_epoch) if updates is not None else None
     keys = [f"batch_size = {batch}", f"grad_accumulation_steps = {steps}"]
+    if context.budget is not None:
+        keys[0] = f"batch_tokens = {_budget(context, batch, fits)}"
     if not settings.get("lr_schedule"):
         keys.append(f"learning_rate = {rate:g}")
         if warm is not None:

@@ -3,10 +3,12 @@ and reads neither files nor the clock."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
@@ -17,10 +19,11 @@ from engine.plan.data_report import DataReport
 from engine.plan.document import Launching, PlanIssue, PlannedCheck, Rationale, Source
 from engine.plan.fingerprint import age_days, is_stale
 from engine.plan.network import NetworkPlan
+from engine.plan.padding import laid_out, shapes
 from engine.plan.prediction import predict_throughput
 from engine.plan.shares import divide_batch
 from engine.protocol.job import Strategy
-from engine.protocol.partition import epoch_iterations
+from engine.protocol.partition import epoch_iterations, input_width
 
 _M4_MAX_BYTES = 128 * 2**30
 """hw.memsize of the largest M4 Max."""
@@ -100,7 +103,7 @@ def job_iterations(settings: Mapping[str, Any], examples: int | None) -> int | N
     epochs = settings.get("epochs")
     if epochs is None:
         return int(settings["iters"])
-    return epoch_iterations(float(epochs), examples, int(settings["batch_size"])) if examples is not None else None
+    return epoch_iterations(float(epochs), examples // int(settings["batch_size"])) if examples is not None else None
 
 
 def version_numbers(version: str | None) -> tuple[int, ...]:
@@ -126,6 +129,29 @@ class PlanContext(Rationale, PlanInputs):
     def settings(self) -> Mapping[str, Any]:
         """mlx-lm's keys; {} for a custom command."""
         return self.job.mlx_lm if self.job.kind.own_model is None else {}
+
+    @property
+    def budget(self) -> int | None:
+        """batch_tokens; batch_size then is the mean number of sequences of a batch, as far as it is known."""
+        return self.settings.get("batch_tokens")
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Tokens of the training data's rows, as laid out from those measured; [] if unknown."""
+        return laid_out(self.lengths, self.examples, int(self.settings["max_seq_length"])) if self.settings else []
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """Sequences, and tokens of each, of the global batches of which one needs the most memory: with a budget, those
+        of the longest examples and those that have all of it."""
+        longest = int(self.settings["max_seq_length"])
+        if self.budget is None:
+            return [(int(self.settings["batch_size"]), longest)]
+        if self.rows and sum(self.lengths.values()) >= (self.examples or math.inf):
+            longest = min(longest, 1 + input_width(self.rows[0], longest))
+        most = max(1, self.budget // longest)
+        shorter = (most + 1, max(2, self.budget // (most + 1)))
+        return [(most, longest), *[shorter] * (self.budget - most * longest > longest // 16)]
 
     @property
     def backend(self) -> str | None:
@@ -203,6 +229,7 @@ class PlanContext(Rationale, PlanInputs):
 
 def make_context(inputs: PlanInputs) -> PlanContext:
     """Divide the batch and predict the throughput. A batch that cannot be divided is refused."""
+    inputs = _with_batch_size(inputs)
     config, rationale = inputs.config, Rationale()
     shares = _shares(inputs, rationale)
     # A division brings its own warnings about them.
@@ -222,6 +249,19 @@ def make_context(inputs: PlanInputs) -> PlanContext:
     if throughput.why_not is None:
         throughput = predict_throughput(config, inputs.calibration, shares, strategy=inputs.strategy)
     return PlanContext(**vars(inputs), **vars(rationale), shares=shares, micro_batches=micro, throughput=throughput)
+
+
+def _with_batch_size(inputs: PlanInputs) -> PlanInputs:
+    """With batch_tokens: the mean sequences of a batch as batch_size, or those of full length where it is unknown."""
+    job = inputs.config.job
+    budget, ranks = job.mlx_lm.get("batch_tokens"), len(inputs.config.nodes)
+    if budget is None or job.kind.own_model is not None:
+        return inputs
+    longest = int(job.mlx_lm["max_seq_length"])
+    rows = laid_out(inputs.lengths, inputs.examples, longest)
+    mean = round(shapes(rows, longest, budget=budget).rows) if rows else budget // longest
+    job = job.model_copy(update={"mlx_lm": {**job.mlx_lm, "batch_size": max(mean, ranks, 1)}})
+    return replace(inputs, config=inputs.config.model_copy(update={"job": job}))
 
 
 def _shares(inputs: PlanInputs, rationale: Rationale) -> Shares:

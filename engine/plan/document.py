@@ -169,8 +169,24 @@ class ChosenTorchSettings(FrozenModel):
 Settings = ChosenSettings | ChosenTorchSettings
 
 
+class PaddingSection(FrozenModel):
+    """How the batches are padded, from the lengths of some rows of the training data."""
+
+    batch_tokens: int | None
+    """The job's budget; null with batch_size."""
+    real_share: float
+    """Tokens of the examples over those computed, 0 to 1."""
+    largest_step: tuple[int, int]
+    """Sequences of the largest global batch, and tokens to which each is padded."""
+    sequences_per_batch: float
+    """The mean."""
+    suggested_batch_tokens: int
+    """The budget for as many sequences of a batch in the mean, at most what fits."""
+    suggested_real_share: float
+
+
 class BatchSection(FrozenModel):
-    """Batch and learning rate, as set in the job."""
+    """Batch and learning rate, as set in the job. With batch_tokens, numbers of sequences are means."""
 
     per_gpu_batch_size: int | float | None
     """Mean of `micro_batch`; an integer if the shares are equal."""
@@ -198,6 +214,8 @@ class BatchSection(FrozenModel):
     largest_per_gpu_batch_size: int | None
     """Largest batch per rank that fits every node according to the memory estimate."""
     suggested: SuggestedBatch | None
+    padding: PaddingSection | None = None
+    """Null where no row's length is known."""
 
 
 class PlannedHostfile(FrozenModel):

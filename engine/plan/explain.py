@@ -13,6 +13,7 @@ from engine.plan.document import (
     ChunkingSection,
     Disabled,
     MemorySection,
+    PaddingSection,
     Settings,
     Source,
     StrategySection,
@@ -24,6 +25,8 @@ _FROM = {
     Source.USER: "configuration", Source.DEFAULT: "default", Source.UNKNOWN: "unknown",
 }  # fmt: skip
 Row = tuple[str, str]
+_WORTH_NAMING = 0.05
+"""A gain in real tokens over computed ones."""
 _MANY = 4
 """More nodes than this are not listed if all are alike."""
 
@@ -87,13 +90,26 @@ def _batch(section: BatchSection) -> str:
     if section.total_batch_size is None:
         return "chosen by the command"
     micro = " + ".join(_by_node({node: str(count) for node, count in (section.micro_batch or {}).items()}))
-    text = f"{section.total_batch_size} per update"
+    padding = section.padding
+    budget = padding is not None and padding.batch_tokens is not None
+    text = f"{'about ' * budget}{section.total_batch_size} per update"
     if micro:
         text += f": {micro}"
     if section.gradient_accumulation_steps != 1:
         text += f", accumulated {section.gradient_accumulation_steps} times"
     if section.largest_per_gpu_batch_size is not None:
         text += f"; up to {section.largest_per_gpu_batch_size:,} per rank would fit"
+    return text if padding is None else f"{text}; {_padding(padding)}"
+
+
+def _padding(section: PaddingSection) -> str:
+    rows, width = section.largest_step
+    text = f"{section.real_share:.0%} of the tokens computed are real, the largest step has {rows:,} × {width:,}"
+    better = f"batch_tokens = {section.suggested_batch_tokens}"
+    if section.batch_tokens is None and section.suggested_real_share > section.real_share + _WORTH_NAMING:
+        text += f"; with {better} {section.suggested_real_share:.0%}"
+    elif section.batch_tokens is not None and section.suggested_batch_tokens < section.batch_tokens:
+        text += f"; {better} would fit"
     return text
 
 

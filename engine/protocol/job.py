@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -75,11 +76,15 @@ class Job:
     num_layers: int | None = None
     """Layers to train, counted from the last; -1: all. None: 16 as in mlx-lm, or all for "full"."""
     batch_size: int = 4
+    batch_tokens: int | None = None
+    """Padded inputs of a global batch, in place of batch_size."""
     iters: int = 1000
     """With `epochs`, the trainer computes it from its dataset."""
     epochs: float | None = None
     val_batches: int = 25
     learning_rate: float = 1e-5
+    rate_by_rule: bool = False
+    """learning_rate is "auto" where it depends on the examples, which the trainer has."""
     steps_per_report: int = 10
     steps_per_eval: int = 200
     save_best: bool = False
@@ -138,6 +143,8 @@ class Job:
         chosen["home"] = home
         if chosen.get("grad_checkpoint") == AUTO:
             chosen["grad_checkpoint"] = False
+        if chosen.get("learning_rate") == AUTO:
+            chosen["rate_by_rule"] = bool(chosen.pop("learning_rate"))
         chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
         job = cls(**chosen)
         if not job.model.is_dir():
@@ -193,6 +200,38 @@ def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_el
     full = element_bytes if precision == "parameter" else 4
     moment_bytes = {"float32": full, "bfloat16": 2, "8bit": 1 + 4 / MOMENT_BLOCK}[moments]
     return beside + moments_per_element * moment_bytes
+
+
+ScalingRule = Literal["linear", "sqrt"]
+
+
+@dataclass(frozen=True)
+class BaseRate:
+    """A learning rate that is known to work at a total batch size."""
+
+    batch: int
+    learning_rate: float
+    source: str
+
+
+BASE_RATES: dict[ScalingRule, BaseRate] = {
+    "linear": BaseRate(64, 1e-3, "Goyal et al. 2017, Accurate, Large Minibatch SGD: the rate grows with the batch"),
+    "sqrt": BaseRate(1, 1e-5, "Krizhevsky 2014; Malladi et al. 2022 for Adam: the rate grows with the batch's root"),
+}
+
+
+def scaling_rule(optimizer: str) -> ScalingRule:
+    """Optimizers that normalise by the gradient's magnitude scale with the square root of the batch."""
+    return "linear" if optimizer == "sgd" else "sqrt"
+
+
+def scaled_rate(total: float, rule: ScalingRule) -> float:
+    """The rule's learning rate at a batch of `total` sequences.
+
+    linear: lr · total/batch (64 at 0.001 → 512 at 0.008). sqrt: lr · √(total/batch) (1 at 1e-5 → 8 at 2.8e-5)."""
+    base = BASE_RATES[rule]
+    ratio = total / base.batch
+    return base.learning_rate * (ratio if rule == "linear" else math.sqrt(ratio))
 
 
 def is_plain(precision: str, moments: str) -> bool:

@@ -51,10 +51,9 @@ def chunk_plan(dataset_size: int, chunk_size: int = COORDINATOR_CHUNK_SIZE) -> C
     return ChunkPlan(dataset_size >= chunk_size, dataset_size, chunk_size, num_chunks)
 
 
-def epoch_iterations(epochs: float, dataset_size: int, batch_size: int) -> int:
-    """Iterations that make `epochs`, to the nearest whole number, at least 1. Each epoch has only full batches, as the
-    trainer's sampler forms them."""
-    return max(1, round(epochs * (dataset_size // batch_size)))
+def epoch_iterations(epochs: float, batches: int) -> int:
+    """Iterations that make `epochs` of so many batches, to the nearest whole number, at least 1."""
+    return max(1, round(epochs * batches))
 
 
 def progress_text(chunk: int, num_chunks: int) -> str:
@@ -105,6 +104,40 @@ def padded_width(length: int) -> int:
     width, and never drops one: up to 32,768 tokens there are 144."""
     step = max(8, (1 << (length - 1).bit_length()) // 32)
     return -(-length // step) * step
+
+
+def input_width(tokens: int, max_length: int) -> int:
+    """Inputs to which a batch is padded whose longest example has so many tokens: all but the last one are inputs."""
+    return min(padded_width(max(tokens - 1, 1)), max(max_length - 1, 1))
+
+
+def budget_edges(lengths: Sequence[int], budget: int, max_length: int) -> list[int]:
+    """Where examples in order of their tokens (`lengths`), the longest first, are cut into batches of at most `budget`
+    padded inputs, or of one example: each width has one number of rows, which bounds the shapes that are compiled."""
+    edges = [0]
+    while edges[-1] < len(lengths):
+        rows = max(1, budget // input_width(int(lengths[edges[-1]]), max_length))
+        edges.append(min(len(lengths), edges[-1] + rows))
+    return edges
+
+
+def token_edges(widths: Sequence[int], shares: Sequence[float]) -> list[int]:
+    """Where the rows of a batch, the widest first, are cut into a part for each rank, perhaps none, each padded to its
+    own first one, so that the most padded inputs in proportion to a rank's share (0 or more) are the fewest."""
+
+    def edges(limit: float) -> list[int]:
+        ends = [0]
+        for share in shares:
+            start = ends[-1]
+            rows = int(limit * share / widths[start]) if start < len(widths) else 0
+            ends.append(min(len(widths), start + rows))
+        return ends
+
+    low, high = 0.0, 2.0 * len(widths) * widths[0] / max(shares)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if edges(middle)[-1] == len(widths) else (middle, high)
+    return edges(high)
 
 
 def cuda_width(inputs: int) -> int:

@@ -99,7 +99,10 @@ class RunPlan(FrozenModel):
         )
 
 
-_SETTINGS = ("learning_rate", "batch_size", "num_layers", "max_seq_length", "seed", "optimizer", "fine_tune_type")
+_SETTINGS = (
+    *("learning_rate", "batch_size", "batch_tokens", "num_layers"),
+    *("max_seq_length", "seed", "optimizer", "fine_tune_type"),
+)
 
 
 def _settings(config: Config) -> dict[str, str | int | float]:

@@ -206,10 +206,6 @@ def row_format(job: Job, tokenizer: Any) -> RowFormat:
     return choose
 
 
-EMPTY = Batch(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), 0)
-"""For a rank without examples, which takes part in every forward pass of a partitioned model all the same."""
-
-
 def loss_sum(model: Any, batch: Batch, device: torch.device) -> Tensor:
     """The sum of the targets' cross-entropies, a float32 scalar."""
     tokens = torch.from_numpy(batch.tokens).to(device, torch.int64)

@@ -23,7 +23,6 @@ from engine.protocol.safetensors import check_header
 from engine.protocol.task import Task
 from engine.torch_trainer.checkpoint import all_gather_object
 from engine.torch_trainer.model import (
-    EMPTY,
     TrainedFolder,
     base_type,
     load_base,
@@ -34,7 +33,7 @@ from engine.torch_trainer.model import (
 )
 from engine.torch_trainer.strategies import join_group
 from engine.torch_trainer.train import peak_memory, sum_over_ranks
-from engine.training.data import DataLoader, rank_job
+from engine.training.data import EMPTY, DataLoader, rank_job
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Outcome, SavedWeights, check_equal
 from engine.training.result_tasks import (
@@ -162,7 +161,7 @@ class TorchVariants(MeasuredVariants):
 
     def _losses(self, model: Any) -> Iterator[tuple[float, int]]:
         for indices in self._batches():
-            share = self.shares.validation_share(indices)
+            share = self.shares.validation_share(self.examples, indices)
             batch = self.examples.batch(share) if len(share) else EMPTY
             with torch.no_grad(), self.loader.accelerator.autocast():
                 loss = float(loss_sum(model, batch, self.loader.device))

@@ -23,7 +23,6 @@ from engine.protocol.checksums import package_versions
 from engine.protocol.job import TorchSettings, config_hash
 from engine.torch_trainer.checkpoint import StateCheckpoints, all_gather_object
 from engine.torch_trainer.model import (
-    EMPTY,
     FACTS_FILE,
     TrainedFolder,
     base_type,
@@ -37,7 +36,17 @@ from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
 from engine.training.checkpoint_files import Origin, TrainingPoint
-from engine.training.data import Batch, DataLoader, Split, checksums, files_checksum, load_splits, rank_facts, rank_job
+from engine.training.data import (
+    EMPTY,
+    Batch,
+    DataLoader,
+    Split,
+    checksums,
+    files_checksum,
+    load_splits,
+    rank_facts,
+    rank_job,
+)
 from engine.training.loop import TrainingLoop, report_start
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Diverged, Outcome, SavedWeights, check_equal
@@ -59,7 +68,7 @@ def load_training(process: TrainingProcess) -> TorchLoop:
     spec, reporter = process.spec, process.reporter
     raw = spec.job or {}
     job, settings = rank_job(raw, spec.rank(process.rank), process.home), TorchSettings.from_spec(raw)
-    schedule = make_schedule(job)
+    make_schedule(job)  # raises JobError
     accelerator = join_group(spec, job, settings)
     reporter.print(f"rank {process.rank} of {spec.world_size} on {spec.rank(process.rank).node}: loading")
     tokenizer = load_tokenizer(job)
@@ -83,7 +92,7 @@ def load_training(process: TrainingProcess) -> TorchLoop:
     checkpoints = StateCheckpoints(process, origin, strategy, package_versions(*_PACKAGES))
     start = checkpoints.resume() if spec.resume else TrainingPoint()
     common = job, strategy, valid, process.control, reporter
-    return TorchLoop(*common, loader, schedule, checkpoints, tokenizer, start, test=test)
+    return TorchLoop(*common, loader, make_schedule(job), checkpoints, tokenizer, start, test=test)
 
 
 @dataclass
@@ -195,7 +204,7 @@ class TorchLoop(TrainingLoop):
         return sum_over_ranks(self._accelerator, values)
 
     def _loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        share = self.loader.validation_share(indices)
+        share = self.loader.validation_share(examples, indices)
         batch = examples.batch(share) if len(share) else EMPTY
         with torch.no_grad():
             loss = float(loss_sum(self.strategy.model, batch, self._accelerator.device))

@@ -8,6 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -79,7 +80,8 @@ def load_trainer(spec: MeasureSpec, home: Path) -> SingleNodeTrainer:
             job, model, SyntheticData(), lambda position: np.arange(spec.batch) + position * spec.batch, spec.ranks
         )
     there = Job.from_spec(spec.job, model=spec.model, data=spec.data, workdir=Path(spec.workdir), home=home)
-    job = with_standard_data(there)
+    # What is measured is a step of so many sequences.
+    job = replace(with_standard_data(there), batch_tokens=None)
     set_up_device(job)
     model, tokenizer = load_model(job)
     train = load_train_split(job, row_format(job, tokenizer), lambda longest: None)

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import zlib
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,14 +15,15 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.attempt import open_regular, read_regular, write_atomic
+from engine.protocol.attempt import open_regular, read_regular, replacing, write_atomic
 from engine.protocol.checksums import crc32
 from engine.protocol.job import JobError
 from engine.protocol.jsonl import is_blank, lines, parse
 
 _VERSION = 1
 _OFFSET = np.dtype("<i8")
-_BLOCK_BYTES = 2**20
+_COUNTED = 500
+"""Examples whose texts are in memory at once while all are counted."""
 
 
 def parse_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -60,28 +62,12 @@ class JsonlRows:
         self.checksum = zlib.crc32(raw)
         numbered = enumerate(raw.splitlines(), 1)
         self._rows = [parse_row(path, number, line) for number, line in numbered if not is_blank(line)]
-        self._characters = np.asarray([_length(row) for row in self._rows], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
         return [self._rows[index] for index in indices]
-
-    def lengths(self, start: int, end: int) -> NDArray[np.int64]:
-        """Characters of text in each example, from `start` to before `end`: tokenising all would take long."""
-        return self._characters[start:end]
-
-
-def _length(value: Any) -> int:
-    """Characters of text in an example."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_length, value.values()))
-    if isinstance(value, list):
-        return sum(map(_length, value))
-    return 0
 
 
 class JsonlIndex:
@@ -115,13 +101,20 @@ class JsonlIndex:
         except OSError as error:
             raise JobError(f"{self._path} can no longer be read: {error}") from error
 
-    def lengths(self, start: int, end: int) -> NDArray[np.int64]:
-        """Bytes of each example's line, from `start` to before `end`. Raises JobError."""
-        try:
-            with open_regular(self._offsets) as stored:
-                return np.diff(_read_offsets(stored, start, end - start + 1))
-        except OSError as error:
-            raise JobError(f"{self._offsets} can no longer be read: {error}") from error
+    def counts(self, start: int, end: int, key: int, count: Callable[[range], Iterable[int]]) -> NDArray[np.int64]:
+        """A number of each example, from `start` to before `end`, as a file beside the index keeps them: `count` gives
+        those of some, in order, the first time. `key`: 32 bits of what they depend on besides the examples."""
+        path = self._offsets.with_name(f"{self._offsets.stem}-{start}-{end}-{key:08x}.counts")
+        with contextlib.suppress(OSError):
+            stored = np.frombuffer(read_regular(path), _OFFSET)
+            if len(stored) == end - start:
+                return stored.astype(np.int64)
+        pieces = (range(first, min(first + _COUNTED, end)) for first in range(start, end, _COUNTED))
+        counted = np.asarray([number for piece in pieces for number in count(piece)], _OFFSET)
+        # Without it they are counted again.
+        with contextlib.suppress(OSError), replacing(path, 0o600) as file:
+            file.write(counted.tobytes())
+        return counted.astype(np.int64)
 
     def _row(self, file: BinaryIO, index: int, start: int, end: int) -> dict[str, Any]:
         file.seek(start)

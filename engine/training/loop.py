@@ -28,9 +28,10 @@ def report_start(
     facts["from_base"] = job.resume_adapter_file is None
     process.reporter.event("start", iterations=job.iters, **about, **facts)
     chunks = f" in {examples.plan.num_chunks} chunks of {job.chunk_size}" if examples.plan.enabled else ""
+    size = job.batch_size if job.batch_tokens is None else f"up to {job.batch_tokens:,} tokens"
     process.reporter.print(
         f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
-        f"{job.strategy}, {len(examples)} examples{chunks}, {job.iters} iterations of {job.batch_size}"
+        f"{job.strategy}, {len(examples)} examples{chunks}, {job.iters} iterations of {size}"
     )
 
 

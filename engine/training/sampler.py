@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.partition import ChunkPlan
+from engine.protocol.partition import ChunkPlan, budget_edges
 
 Indices = NDArray[np.int64]
 
@@ -61,22 +61,21 @@ class Sampler:
         self._windows: list[int] = []
         """The number of the first batch of each chunk's window, and the end of the last one."""
         self._window = -1
-        self._order = np.empty((0, batch_size), dtype=np.int64)
+        self._order: Sequence[Indices] = ()
 
     @property
     def batches_per_epoch(self) -> int:
         return self._plan.dataset_size // self._batch_size
 
     def batch(self, position: int) -> Indices:
-        """The examples of the `position`-th global batch, from 0; [batch_size] indices."""
+        """The examples of the `position`-th global batch, from 0."""
         epoch, number = divmod(position, self.batches_per_epoch)
         self._begin_epoch(epoch)
         window = bisect_right(self._windows, number) - 1
         if window != self._window:
             self._order = self._window_order(window)
             self._window = window
-        chosen: Indices = self._order[number - self._windows[window]]
-        return chosen
+        return self._order[number - self._windows[window]]
 
     def chunk_end(self, position: int) -> tuple[int, int] | None:
         """Epoch (from 0) and number in it (from 1) of the last chunk that ends with the batch at `position`, if any."""
@@ -91,12 +90,15 @@ class Sampler:
         if epoch == self._epoch:
             return
         self._chunks = _permutation(self._plan.num_chunks, _Stream(self._seed, epoch), _CHUNKS).tolist()
-        sizes = (end - start for start, end in map(self._plan.bounds, self._chunks))
-        self._starts = list(accumulate(sizes, initial=0))
-        self._windows = [start // self._batch_size for start in self._starts]
+        self._windows = self._window_edges()
         self._epoch, self._window = epoch, -1
 
-    def _window_order(self, window: int) -> Indices:
+    def _window_edges(self) -> list[int]:
+        sizes = (end - start for start, end in map(self._plan.bounds, self._chunks))
+        self._starts = list(accumulate(sizes, initial=0))
+        return [start // self._batch_size for start in self._starts]
+
+    def _window_order(self, window: int) -> Sequence[Indices]:
         first, last = (self._windows[edge] * self._batch_size for edge in (window, window + 1))
         examples, lengths = [], []
         # A window starts with what remains of the chunks before it.
@@ -111,7 +113,49 @@ class Sampler:
             lengths.append(self._lengths(start, end)[taken])
             chunk += 1
         together = np.concatenate(examples), np.concatenate(lengths)
-        return _batched(*together, self._batch_size, _Stream(self._seed, self._epoch, _stream_part(self._plan, window)))
+        return [
+            *_batched(*together, self._batch_size, _Stream(self._seed, self._epoch, _stream_part(self._plan, window)))
+        ]
+
+
+class BudgetSampler(Sampler):
+    """As Sampler, with batches of at most so many padded inputs, or of one example, each the longest examples first.
+    Each epoch has every example once, and as many batches; of a streamed dataset a batch is of one chunk."""
+
+    def __init__(
+        self, plan: ChunkPlan, lengths: Callable[[int, int], Indices], budget: tuple[int, int], seed: int
+    ) -> None:
+        """`lengths`: in tokens. `budget`: padded inputs of a batch, and the longest example's tokens. Raises ValueError
+        without examples."""
+        super().__init__(plan, lengths, 1, seed)
+        self._budget = budget
+        pieces = (lengths(*plan.bounds(chunk)) for chunk in range(plan.num_chunks))
+        self._counts = [len(budget_edges(np.sort(piece)[::-1].tolist(), *budget)) - 1 for piece in pieces]
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return sum(self._counts)
+
+    def fixed(self, limit: int) -> Iterator[Indices]:
+        """At most `limit` batches (-1: all) for validation and test, from the whole: the same every time."""
+        count = self.batches_per_epoch
+        chosen = _permutation(count, _Stream(self._seed), _SAMPLE)[: count if limit < 0 else limit]
+        return map(self.batch, np.sort(chosen).tolist())
+
+    def _window_edges(self) -> list[int]:
+        return list(accumulate((self._counts[chunk] for chunk in self._chunks), initial=0))
+
+    def _window_order(self, window: int) -> Sequence[Indices]:
+        chunk = self._chunks[window]
+        start, end = self._plan.bounds(chunk)
+        stream = _Stream(self._seed, self._epoch, _stream_part(self._plan, chunk))
+        shuffled = _permutation(end - start, stream, _DROP)
+        # A stable sort of a shuffled order breaks ties of length at random.
+        lengths = self._lengths(start, end)[shuffled]
+        descending = np.argsort(-lengths, kind="stable")
+        edges = budget_edges(lengths[descending].tolist(), *self._budget)
+        batches = np.split(start + shuffled[descending], edges[1:-1])
+        return [batches[number] for number in _permutation(len(batches), stream, _BATCHES).tolist()]
 
 
 def fixed_batches(plan: ChunkPlan, batch_size: int, seed: int, limit: int) -> Iterator[Indices]:

@@ -14,7 +14,7 @@ import pytest
 from engine.protocol.exit_codes import TrainerExit
 from tests.torch.running import TorchRun, run_torch, start_torch, wait_for_event
 from tests.training.launching import launch
-from tests.training.tiny import SCHEDULE, Tiny, write_weights
+from tests.training.tiny import SCHEDULE, Tiny, write_rows, write_weights
 
 pytestmark = [pytest.mark.needs("torch"), pytest.mark.busy]
 
@@ -192,3 +192,25 @@ def test_it_never_starts_again_where_a_state_should_be(tiny: Tiny, tmp_path: Pat
     run = start_torch(tmp_path, torch_job(tiny), fields={"resume": True, "needs_state": "it has saved one"})
     assert run.wait() == [1]
     assert "no state to resume from (no rank has any)" in run.events("failure")[0]["message"]
+
+
+@pytest.mark.slow
+def test_batches_by_a_budget_of_tokens_have_the_losses_of_mlx(tiny: Tiny, tmp_path: Path) -> None:
+    """Two ranks, of which one has no row of a batch that is one long example."""
+    rows = [
+        {"text": " ".join(["tower", "raven"] * (60 if number % 9 == 8 else 1 + number % 5))} for number in range(45)
+    ]
+    (tmp_path / "data").mkdir()
+    for name in ("train", "valid"):
+        write_rows(tmp_path / "data" / f"{name}.jsonl", rows)
+    keys: dict[str, Any] = {"iters": 50, "val_batches": 3, "steps_per_eval": 25, "data": str(tmp_path / "data")}
+    job = torch_job(tiny, batch_tokens=96, **keys)
+    del job["batch_size"]
+    own = {key: value for key, value in job.items() if key not in ("framework", "precision", "strategy")}
+    mlx = launch(tmp_path / "mlx", own).succeeded()
+    expected = {event["iteration"]: event["loss"] for event in mlx.events(0, "step")}
+    validated = [event["val_loss"] for event in mlx.events(0, "validation")]
+    for number, division in enumerate([DDP, FSDP, ZERO[2]]):
+        two = run_torch(tmp_path / str(number), {**job, **division}, ranks=2)
+        assert_same_losses(two.losses(), expected, 1e-3)
+        assert [event["val_loss"] for event in two.events("validation")] == pytest.approx(validated, abs=1e-3)

@@ -93,8 +93,10 @@ def job_rows(config: Config, state: DeckState) -> list[tuple[str, str]]:
             sizes.append("1 epoch" if epochs == 1 else f"{epochs:g} epochs")
         if "batch_size" in settings:
             sizes.append(f"global batch {settings['batch_size']}")
-        if "learning_rate" in settings:
-            sizes.append(f"learning rate {settings['learning_rate']:g}")
+        if (budget := settings.get("batch_tokens")) is not None:
+            sizes.append(f"global batch of {budget:,} tokens")
+        if (rate := settings.get("learning_rate")) is not None:
+            sizes.append(f"learning rate {rate if isinstance(rate, str) else f'{rate:g}'}")
         kind = {"full": "full fine-tuning"}.get(job.fine_tune_type, job.fine_tune_type)
         kinds = [kind] if job.strategy == "data" else [kind, f"strategy {job.strategy}"]
         rows.append(("training", separator.join([*kinds, *sizes])))

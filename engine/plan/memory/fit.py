@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from engine.config.models import NodeConfig
@@ -36,7 +37,14 @@ from engine.plan.memory.ways_out import NEWER_MLX, RankPlace, describe_ways, way
 from engine.plan.network import gpus_of_ranks
 from engine.plan.strategy import split_layers
 from engine.protocol.job import AUTO
-from engine.protocol.partition import SPLITTABLE_MODULES, LayerSplit, cuda_width, micro_batches, mlx_module
+from engine.protocol.partition import (
+    SPLITTABLE_MODULES,
+    LayerSplit,
+    cuda_width,
+    micro_batches,
+    mlx_module,
+    token_edges,
+)
 
 FUSED_SINCE = (0, 32, 4)
 """The first MLX with attention's gradient in tiles on Metal: libmlx 0.32.3 lacks it."""
@@ -81,7 +89,7 @@ def memory_fit(context: PlanContext) -> MemoryFit:
     try:
         shape = model_shape(context)
         split = split_layers(context, shape.layers, limits)
-        asked = _workloads(context, split, places)
+        asked = _workloads(context, shape, split, places)
         choice = choose(shape, asked, limits, context.settings)
         workloads = tuple(with_settings(workload, choice.settings) for workload in asked)
         needs = [estimate(shape, workload) for workload in workloads]
@@ -197,11 +205,29 @@ def workload_of(context: PlanContext) -> Workload:
     )
 
 
-def _workloads(context: PlanContext, split: LayerSplit | None, places: Sequence[RankPlace]) -> list[RankWorkload]:
-    settings = context.settings
-    even = max(1, int(settings["batch_size"]) // context.ranks)
+def _workloads(
+    context: PlanContext, shape: ModelShape, split: LayerSplit | None, places: Sequence[RankPlace]
+) -> list[RankWorkload]:
+    """Those of the batches that need the most memory."""
+    steps = [_step_workloads(context, split, places, step) for step in context.steps]
+    return [max(rank, key=lambda load: estimate(shape, load).needed_bytes) for rank in zip(*steps, strict=True)]
+
+
+def rows_of_ranks(context: PlanContext, sequences: int) -> list[int]:
+    """Sequences of each rank of a global batch of so many of one length; at least one."""
+    if context.budget is None:
+        even = max(1, sequences // context.ranks)
+        return [(context.micro_batches or {}).get(name, even) for name in context.names]
+    edges = token_edges([1] * sequences, [context.shares.parts[name] for name in context.names])
+    return [max(1, end - start) for start, end in pairwise(edges)]
+
+
+def _step_workloads(
+    context: PlanContext, split: LayerSplit | None, places: Sequence[RankPlace], step: tuple[int, int]
+) -> list[RankWorkload]:
+    settings, (sequences, length) = context.settings, step
     common = RankWorkload(
-        **asdict(workload_of(context)),
+        **{**asdict(workload_of(context)), "sequence": length},
         optimizer=str(settings["optimizer"]),
         clipping=settings.get("max_grad_norm") is not None,
         wire=str(settings.get("wire", AUTO)),
@@ -215,10 +241,9 @@ def _workloads(context: PlanContext, split: LayerSplit | None, places: Sequence[
         sizes = [place.limit_bytes or 0 for place in places]
         ranks = [replace(common, weight_share=size / sum(sizes) if all(sizes) else 1 / len(sizes)) for size in sizes]
     elif context.strategy == "pipeline":
-        ranks = _stages(common, int(settings["batch_size"]), split)
+        ranks = _stages(common, sequences, split)
     else:
-        batches = context.micro_batches or dict.fromkeys(context.names, even)
-        ranks = [replace(common, batch=batches[name]) for name in context.names]
+        ranks = [replace(common, batch=rows) for rows in rows_of_ranks(context, sequences)]
     for number, place in enumerate(places):
         facts, tokens = context.facts.get(place.node), common.sequence
         if facts is not None and facts.mlx_device == "CUDA":

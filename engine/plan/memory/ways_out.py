@@ -65,7 +65,7 @@ def ways_out(
         job.newer_mlx(),
         job.higher_limit(),
         *(() if offered else (job.with_auto(fixed),)),
-        job.changed(() if workloads[0].strategy == "pipeline" else fewer_sequences(workloads, requested.get("iters"))),
+        job.changed(() if workloads[0].strategy == "pipeline" else fewer_sequences(workloads, requested)),
         job.changed(shorter_sequences(workloads)),
         job.without_nodes(),
         job.changed(adapters(workloads)),
@@ -81,14 +81,16 @@ def first_of_each(kinds: Iterable[Iterator[WayOut]]) -> list[WayOut]:
     return [way for ways in kinds for way in islice(ways, 1)]
 
 
-def fewer_sequences(workloads: Sequence[Load], iterations: int | None) -> Iterator[tuple[str, list[Load]]]:
-    """A smaller batch, accumulated to as many sequences per update, and as many updates as before. `iterations`: None
-    where they are those of epochs."""
+def fewer_sequences(workloads: Sequence[Load], requested: Mapping[str, Any]) -> Iterator[tuple[str, list[Load]]]:
+    """A smaller batch, accumulated to as many sequences per update, and as many updates as before. `requested`: the
+    job's settings, of which iters is None where they are those of epochs."""
+    budget, iterations = requested.get("batch_tokens"), requested.get("iters")
     batches, accumulated = [workload.batch for workload in workloads], workloads[0].accumulation
     for divisor in powers_of_two(sum(batches) // len(batches)):
         smaller = share_counts(sum(batches) // divisor, batches)
         more = math.ceil(sum(batches) / sum(smaller))
-        settings = [f"batch_size = {sum(smaller)}", f"grad_accumulation_steps = {accumulated * more}"]
+        size = f"batch_size = {sum(smaller)}" if budget is None else f"batch_tokens = {budget // more}"
+        settings = [size, f"grad_accumulation_steps = {accumulated * more}"]
         settings += [f"iters = {iterations * more}"] if iterations is not None else []
         ranks = zip(workloads, smaller, strict=True)
         changed = [replace(rank, batch=batch, accumulation=accumulated * more) for rank, batch in ranks]
@@ -186,7 +188,9 @@ class _Job:
         for ranks in range(2, most + 1):
             # There is no int8 for it, and a sequence for each rank.
             settings = ['strategy = "sharded"', *['wire = "auto"'] * (first.wire == "int8")]
-            settings += [f"batch_size = {ranks}"] * (sum(workload.batch for workload in self.workloads) < ranks)
+            sequences = sum(workload.batch for workload in self.workloads)
+            few = sequences < ranks and self.requested.get("batch_tokens") is None
+            settings += [f"batch_size = {ranks}"] * few
             nodes = largest[:ranks] if over_job else largest[:1]
             over = ", ".join(place.node for place in nodes) if over_job else f"{ranks} nodes like {nodes[0].node}"
             workloads, limits = [self._over("sharded", ranks)] * len(nodes), [place.limit_bytes for place in nodes]
@@ -201,7 +205,7 @@ class _Job:
 
     def together(self, fixed: Sequence[str]) -> Iterator[WayOut]:
         """All settings chosen, one sequence per rank, and shorter and shorter ones."""
-        free = {**self.requested, **dict.fromkeys(fixed, AUTO)}
+        free, budget = {**self.requested, **dict.fromkeys(fixed, AUTO)}, self.requested.get("batch_tokens")
         stages = len(self.workloads) if self.workloads[0].strategy == "pipeline" else 0
         # A stage of a pipeline has as many micro-batches in flight as stages follow, and its own.
         least = [max(1, stages - rank) for rank in range(len(self.workloads))]
@@ -209,7 +213,8 @@ class _Job:
         one = replace(self, requested=free, workloads=few)
         for way in one.changed([("", few), *shorter_sequences(few)]):
             settings = [f'{key} = "{AUTO}"' for key in fixed]
-            batch = [f"batch_size = {len(self.places)}"] if few != self.workloads else []
+            size = f"batch_size = {len(self.places)}" if budget is None else f"batch_tokens = {few[0].sequence}"
+            batch = [size] if few != self.workloads else []
             change = ", ".join([*settings, *batch, *([way.change] if way.change else [])])
             yield WayOut(change=change, needed_bytes=way.needed_bytes)
 

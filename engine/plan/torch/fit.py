@@ -184,13 +184,14 @@ def _workloads(context: PlanContext, on_gpu: bool) -> tuple[TorchWorkload, ...]:
     settings, shared = context.settings, workload_of(context)
     optimizer = str(settings["optimizer"])
     momentum = ((settings.get("optimizer_config") or {}).get("sgd") or {}).get("momentum", 0)
-    even = max(1, -(-int(settings["batch_size"]) // context.ranks))
+    sequences, length = max(context.steps, key=lambda step: step[0] * step[1])
+    even = max(1, -(-sequences // context.ranks))
     common = TorchWorkload(
-        **{**asdict(shared), "lora_keys": shared.lora_keys or None},
+        **{**asdict(shared), "lora_keys": shared.lora_keys or None, "sequence": length},
         moments=2 if optimizer.startswith("adam") else 1 if momentum else 0,
         on_gpu=on_gpu,
     )
-    micro = context.micro_batches or {}
+    micro = (context.micro_batches or {}) if context.budget is None else {}
     return tuple(replace(common, batch=micro.get(name, even)) for name in context.names)
 
 
@@ -305,7 +306,7 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
                 larger = _Job(job.shape, (one, one), (job.places[0],) * 2)
                 yield from way(f"{ranks} ranks like {context.names[0]}", attempt(larger, free))
 
-    fewer = changed(fewer_sequences(job.workloads, context.settings.get("iters")))
+    fewer = changed(fewer_sequences(job.workloads, context.settings))
     shorter, lora = changed(shorter_sequences(job.workloads)), changed(adapters(job.workloads))
     return tuple(first_of_each((settings(), fewer, shorter, lora, more_ranks())))
 

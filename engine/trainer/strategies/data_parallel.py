@@ -283,7 +283,7 @@ class DataParallel(Strategy):
         return self._norm
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        return self.gradients.share_loss(examples, self.loader.validation_share(indices))
+        return self.gradients.share_loss(examples, self.loader.validation_share(examples, indices))
 
     def trained_weights(self) -> WeightStream:
         return WeightStream.of(dict(tree_flatten(self.model.trainable_parameters())))

@@ -221,7 +221,7 @@ class Sharded(PartitionedStrategy):
         self._first_trained = min(trained, default=self._last)
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        mine = self.loader.local_share(indices)
+        mine = self.loader.validation_share(examples, indices)
         batch = examples.batch(mine) if len(mine) else None
         loss = self._forward_all(Rows.of(batch) if batch else None)
         return (scalar(loss), batch.targets) if batch and loss is not None else (0.0, 0)

@@ -230,3 +230,16 @@ def test_a_learning_rate_is_chosen_by_the_rule_for_all_that_an_update_sees(
     job = load(tmp_path, "[[node]]\n" + JOB + keys + "learning_rate = 'auto'\n").job
     assert job.mlx_lm["learning_rate"] == pytest.approx(rate) and job.rate_by_rule
     assert not load(tmp_path, "[[node]]\n" + JOB + keys).job.rate_by_rule
+    by_tokens = load(tmp_path, "[[node]]\n" + JOB + "batch_tokens = 512\nlearning_rate = 'auto'\n").job
+    assert by_tokens.mlx_lm["learning_rate"] == "auto" and not by_tokens.rate_by_rule, "the trainer counts sequences"
+
+
+def test_a_batch_is_of_sequences_or_of_tokens(tmp_path: Path) -> None:
+    job = load(tmp_path, "[[node]]\n[[node]]\n" + JOB + "batch_tokens = 512\n").job
+    assert job.mlx_lm["batch_tokens"] == 512 and "batch_size" not in job.mlx_lm
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "[[node]]\n" + JOB + "batch_size = 8\nbatch_tokens = 512\n")
+    assert [str(fault) for fault in caught.value.faults] == [str(caught.value)]
+    assert "batch_tokens = 512: expected no value here: batch_size is set, and it is one or the other" in str(
+        caught.value
+    )

@@ -41,7 +41,7 @@ print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": schedules, "argument
 """
 OURS = {
     *("optimizer_precision", "moments", "max_grad_norm", "wire", *LOCAL_KEYS),
-    *("epochs", "save_best", "patience", "compile_on_cpu", *SAMPLE_KEYS),
+    *("batch_tokens", "epochs", "save_best", "patience", "compile_on_cpu", *SAMPLE_KEYS),
 }
 DIFFERENT = {"model", "data", "train", "adapter_path", "grad_checkpoint"}
 

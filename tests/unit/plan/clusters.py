@@ -146,8 +146,11 @@ def plan_inputs(draw: st.DrawFn) -> PlanInputs:
         "max_seq_length": draw(st.sampled_from([128, 2048, 8192])),
         "grad_checkpoint": draw(st.booleans()),
     }
-    if draw(st.booleans()):
+    batch = draw(st.sampled_from(["batch_size", "batch_tokens", None]))
+    if batch != "batch_size":
         del settings["batch_size"]
+    if batch == "batch_tokens":
+        settings["batch_tokens"] = draw(st.integers(1, 10**6))
     speed = st.floats(0.05, 50, allow_nan=False)
     measured = draw(st.one_of(st.none(), st.lists(speed, min_size=count, max_size=count)))
     taken = calibration({fact.node: s for fact, s in zip(facts, measured, strict=True)}) if measured else None
@@ -157,5 +160,6 @@ def plan_inputs(draw: st.DrawFn) -> PlanInputs:
         strategy=draw(st.sampled_from(["data", "sharded", "pipeline", "local"])),
         model=draw(st.sampled_from([None, QWEN3_4B, QWEN3_32B, LLAMA_70B])),
         examples=draw(st.one_of(st.none(), st.integers(1, 10**7))),
+        lengths=draw(st.dictionaries(st.integers(1, 10_000), st.integers(1, 100), max_size=20)),
         calibration=taken,
     )

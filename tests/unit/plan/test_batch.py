@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.mlx_lm_keys import scaled_rate, scaling_rule
 from engine.plan.batch import suggest_batch, warmup_steps
 from engine.plan.checkpoints import save_every
+from engine.protocol.job import scaled_rate, scaling_rule
 
 counts = st.integers(1, 512)
 

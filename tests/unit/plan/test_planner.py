@@ -96,15 +96,17 @@ def test_the_arithmetic_is_closed(drawn: PlanInputs) -> None:
     assert plan.strategy.total_gpus == ranks == len(drawn.config.nodes)
     assert batch.per_gpu_batch_size is not None and batch.gradient_accumulation_steps is not None
     assert batch.per_gpu_batch_size * ranks * batch.gradient_accumulation_steps == pytest.approx(batch.total_batch_size)
+    assert batch.total_batch_size is not None
+    batch_size = job.get("batch_size", batch.total_batch_size // batch.gradient_accumulation_steps)
     refused = "strategy" in names(plan, "refusals")
     assert refused == (ranks == 1 and drawn.strategy in ("pipeline", "local"))
     if drawn.strategy == "pipeline":
         assert batch.micro_batch is None, "every stage sees all of it"
-        assert 1 <= (plan.strategy.pipeline_micro_batches or 0) <= job["batch_size"]
+        assert 1 <= (plan.strategy.pipeline_micro_batches or 0) <= batch_size
     elif batch.micro_batch is None:
-        assert "batch_size" in names(plan, "refusals") and job["batch_size"] < ranks
+        assert "batch_size" in names(plan, "refusals") and batch_size < ranks
     else:
-        assert sum(batch.micro_batch.values()) == job["batch_size"] and min(batch.micro_batch.values()) >= 1
+        assert sum(batch.micro_batch.values()) == batch_size and min(batch.micro_batch.values()) >= 1
     if (chosen := batch.suggested) is not None:
         assert chosen.per_gpu_batch_size * ranks * chosen.gradient_accumulation_steps == chosen.total_batch_size
         assert batch.largest_per_gpu_batch_size is None or chosen.per_gpu_batch_size <= batch.largest_per_gpu_batch_size

@@ -39,7 +39,6 @@ def test_the_index_finds_what_reading_all_would(
     assert len(index) == len(expected)
     assert index.rows(list(range(len(expected)))) == expected
     assert index.checksum == zlib.crc32(raw)
-    assert all(length > 0 for length in index.lengths(0, len(expected)))
     assert has_examples(directory / "train.jsonl", max(1, len(expected))) == bool(expected)
     assert not has_examples(directory / "train.jsonl", len(expected) + 1)
 
@@ -48,7 +47,26 @@ def test_examples_and_lengths_by_number(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", [str(number) for number in range(100)])
     index = JsonlIndex.of(path, tmp_path / "index")
     assert texts(index, [99, 0, 50, 7, 6]) == ["99", "0", "50", "7", "6"]
-    assert index.lengths(8, 12).tolist() == [len('{"text": "8"}\n')] * 2 + [len('{"text": "10"}\n')] * 2
+
+
+def test_what_is_counted_of_examples_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "_COUNTED", 40)
+    index = JsonlIndex.of(write(tmp_path / "train.jsonl", [str(number) for number in range(100)]), tmp_path / "index")
+    asked: list[range] = []
+
+    def count(examples: range) -> list[int]:
+        asked.append(examples)
+        return [7 * example for example in examples]
+
+    for _ in range(2):
+        assert index.counts(5, 95, 1, count).tolist() == [7 * number for number in range(5, 95)]
+    assert asked == [range(5, 45), range(45, 85), range(85, 95)]
+    index.counts(5, 95, 2, count)
+    assert len(asked) == 6, "by another tokenizer they are counted again"
+    (kept,) = (tmp_path / "index").glob("*-00000001.counts")
+    os.truncate(kept, 80)
+    assert index.counts(5, 95, 1, count).tolist() == [7 * number for number in range(5, 95)]
+    assert len(asked) == 9
 
 
 @pytest.mark.parametrize(
@@ -151,8 +169,6 @@ def test_offsets_that_are_cut_under_a_training_are_noticed(tmp_path: Path, kept:
     os.truncate(offsets, kept)
     with pytest.raises(JobError, match="can no longer be read: 1 offsets instead of 2"):
         index.rows([kept // 16])
-    with pytest.raises(JobError, match=f"can no longer be read: {kept // 8} offsets instead of 3"):
-        index.lengths(0, 2)
 
 
 def test_a_line_that_cannot_be_read_later_is_named(tmp_path: Path) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol.partition import ChunkPlan, chunk_plan, epoch_iterations, share_counts, share_slice
-from engine.training.sampler import Sampler, fixed_batches
+from engine.protocol.partition import (
+    ChunkPlan,
+    chunk_plan,
+    epoch_iterations,
+    input_width,
+    share_counts,
+    share_slice,
+    token_edges,
+)
+from engine.training.sampler import BudgetSampler, Sampler, fixed_batches
 
 lengths = st.lists(st.integers(0, 5_000), min_size=1, max_size=200)
 shares = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
@@ -40,11 +50,11 @@ def test_whole_epochs_are_as_many_iterations_as_the_sampler_has_batches(
 ) -> None:
     size += batch_size
     batches = whole([1] * size, batch_size).batches_per_epoch
-    assert epoch_iterations(epochs, size, batch_size) == epochs * batches
+    assert epoch_iterations(epochs, batches) == epochs * batches
 
 
 def test_a_part_of_an_epoch_is_the_nearest_number_of_batches_and_at_least_one() -> None:
-    assert [epoch_iterations(part, 101, 10) for part in (0.01, 0.26, 1.1, 2.5)] == [1, 3, 11, 25]
+    assert [epoch_iterations(part, 10) for part in (0.01, 0.26, 1.1, 2.5)] == [1, 3, 11, 25]
 
 
 @given(lengths, st.integers(1, 16), st.integers(0, 2**63), st.integers(0, 5))
@@ -233,3 +243,118 @@ def test_validation_takes_every_example_once_and_always_in_the_same_batches(
     assert all(len(batch) == batch_size for batch in batches[:-1])
     limited = fixed_batches(plan, batch_size, seed, 3)
     assert [batch.tolist() for batch in limited] == [batch.tolist() for batch in batches[:3]]
+
+
+MAX_LENGTH = 512
+budgets = st.integers(1, 6_000)
+plans = st.one_of(st.none(), st.integers(1, 60))
+"""None: in memory; else examples of a chunk."""
+
+
+def by_budget(sizes: list[int], budget: int, chunk_size: int | None, seed: int = 0) -> BudgetSampler:
+    plan = ChunkPlan.whole(len(sizes)) if chunk_size is None else streamed(len(sizes), chunk_size)
+    every = np.minimum(np.asarray(sizes, dtype=np.int64), MAX_LENGTH)
+    return BudgetSampler(plan, lambda start, end: every[start:end], (budget, MAX_LENGTH), seed)
+
+
+def epoch_of(sampler: BudgetSampler, epoch: int) -> list[list[int]]:
+    first = epoch * sampler.batches_per_epoch
+    return [sampler.batch(first + number).tolist() for number in range(sampler.batches_per_epoch)]
+
+
+@given(lengths, budgets, plans, st.integers(0, 2**63), st.integers(0, 5))
+def test_an_epoch_by_budget_takes_each_example_once_and_keeps_to_the_budget(
+    sizes: list[int], budget: int, chunk_size: int | None, seed: int, epoch: int
+) -> None:
+    batches = epoch_of(by_budget(sizes, budget, chunk_size, seed), epoch)
+    assert sorted(example for batch in batches for example in batch) == list(range(len(sizes)))
+    shapes: dict[int, set[int]] = {}
+    for batch in batches:
+        tokens = [min(sizes[example], MAX_LENGTH) for example in batch]
+        assert tokens == sorted(tokens, reverse=True)
+        width = input_width(tokens[0], MAX_LENGTH)
+        assert len(batch) == 1 or len(batch) * width <= budget
+        shapes.setdefault(width, set()).add(len(batch))
+    if chunk_size is None:
+        assert sum(len(rows) - 1 for rows in shapes.values()) <= 1, "a width has one number of rows, but for the rest"
+
+
+@given(lengths, budgets, plans, st.lists(st.integers(0, 300), min_size=1, max_size=20))
+def test_a_batch_by_budget_depends_on_its_position_alone(
+    sizes: list[int], budget: int, chunk_size: int | None, positions: list[int]
+) -> None:
+    wandering = by_budget(sizes, budget, chunk_size)
+    for position in positions:
+        resumed = by_budget(sizes, budget, chunk_size)
+        assert wandering.batch(position).tolist() == resumed.batch(position).tolist()
+        assert wandering.chunk_end(position) == resumed.chunk_end(position)
+
+
+@given(lengths, budgets, plans, st.integers(-1, 12))
+def test_a_validation_by_budget_takes_no_example_twice_and_always_the_same(
+    sizes: list[int], budget: int, chunk_size: int | None, limit: int
+) -> None:
+    sampler = by_budget(sizes, budget, chunk_size)
+    batches = [batch.tolist() for batch in sampler.fixed(limit)]
+    whole = epoch_of(sampler, 0)
+    assert len(batches) == (len(whole) if limit < 0 else min(limit, len(whole)))
+    assert all(batch in whole for batch in batches) and len({tuple(batch) for batch in batches}) == len(batches)
+    assert batches == [batch.tolist() for batch in by_budget(sizes, budget, chunk_size).fixed(limit)]
+
+
+def test_epochs_by_budget_come_in_other_orders_and_ties_in_other_batches() -> None:
+    sampler = by_budget([40] * 60 + [80] * 20, 400, None)
+    epochs = [epoch_of(sampler, epoch) for epoch in range(3)]
+    assert len({str(epoch) for epoch in epochs}) == len({str(sorted(map(sorted, epoch))) for epoch in epochs}) == 3
+
+
+def test_the_order_by_budget_is_the_same_in_every_release() -> None:
+    sampler = by_budget([50, 30, 90, 10, 70, 70, 20, 80], 200, None, seed=42)
+    assert [sampler.batch(position).tolist() for position in range(8)] == [
+        [2, 7],
+        [5, 4],
+        [3],
+        [0, 1, 6],
+        [0, 1, 6],
+        [3],
+        [2, 7],
+        [4, 5],
+    ]
+    sampler = by_budget([50, 30, 90, 10, 70, 70, 20, 80], 200, 5, seed=42)
+    assert [sampler.batch(position).tolist() for position in range(10)] == [
+        [0, 1, 3],
+        [2, 4],
+        [6],
+        [7, 5],
+        [6],
+        [7, 5],
+        [2, 4],
+        [0, 1, 3],
+        [2, 4],
+        [0, 1, 3],
+    ]
+
+
+@given(
+    st.lists(st.integers(1, 4_000), min_size=1, max_size=7), st.lists(st.floats(0.01, 100.0), min_size=1, max_size=3)
+)
+def test_no_other_cut_of_a_batch_lets_its_slowest_rank_end_sooner(widths: list[int], parts: list[float]) -> None:
+    widths.sort(reverse=True)
+
+    def slowest(edges: Sequence[int]) -> float:
+        return max(
+            (end - start) * widths[start] / share if start < end else 0.0
+            for (start, end), share in zip(pairwise(edges), parts, strict=True)
+        )
+
+    edges = token_edges(widths, parts)
+    cuts = combinations_with_replacement(range(len(widths) + 1), len(parts) - 1)
+    best = min(slowest([0, *cut, len(widths)]) for cut in cuts)
+    assert len(edges) == len(parts) + 1 and slowest(edges) == pytest.approx(best)
+
+
+def test_rows_of_one_width_are_divided_as_their_number() -> None:
+    assert token_edges([64] * 12, [3.0, 1.0, 2.0]) == [0, 6, 8, 12]
+    assert token_edges([2_000, 100, 100, 100], [1.0, 1.0]) == [0, 1, 4]
+    assert token_edges([64], [1.0, 3.0]) == [0, 0, 1], "the faster rank has the only row"
+    assert token_edges([64, 64], [1.0, 0.0, 1.0]) == [0, 1, 1, 2]
