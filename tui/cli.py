@@ -257,6 +257,23 @@ def _cluster(commands: Commands) -> None:
     )
     _config(preflight)
     _skip(preflight)
+    data = _command(
+        commands,
+        "data",
+        "data.data",
+        "what a job trains on: how it was read, its lengths, and rows as the model sees them",
+        ("flightdeck data", "of ./flightdeck.toml, as its first node has it"),
+        ("flightdeck data sharegpt.json --model ~/models/Qwen3-0.6B", "without a configuration, on this machine"),
+        ("flightdeck data qa.csv --write data", "train.jsonl and valid.jsonl, as mlx-lm reads them"),
+        adopts=False,
+    )
+    _config(data)
+    what = "a file or folder of this machine, with mlx-lm's defaults, in place of the configuration's data"
+    data.add_argument("path", nargs="?", type=Path, metavar="PATH", help=what)
+    data.add_argument("--model", type=Path, metavar="DIR", help="with PATH: the model whose tokens are counted")
+    data.add_argument("--rows", type=_count(1000), default=10, metavar="N", help="rows that are shown (default 10)")
+    what = "write train.jsonl, valid.jsonl and test.jsonl into DIR, which is made; none is overwritten"
+    data.add_argument("--write", type=Path, metavar="DIR", help=what)
     nodes = _command(
         commands,
         "nodes",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.api.read_only import ReadOnlyEngine
     from engine.api.tasks import TaskRequest, serve_request
     from engine.checks.fixes import as_shell_line, asks_for_password
+    from engine.checks.inspection import DataInspection
     from engine.checks.runner import CHECKS, check_label, with_pending
     from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_hostfile, hosts_from_names, is_address
     from engine.cluster.transport.base import Completed
@@ -61,6 +62,7 @@ _NAMES: Final = {
     "engine.api.read_only": "ReadOnlyEngine",
     "engine.api.tasks": "TaskRequest serve_request",
     "engine.checks.fixes": "as_shell_line asks_for_password",
+    "engine.checks.inspection": "DataInspection",
     "engine.checks.runner": "CHECKS check_label with_pending",
     "engine.cluster.discovery": "FoundHost FoundPython hosts_from_hostfile hosts_from_names is_address",
     "engine.cluster.transport.base": "Completed",

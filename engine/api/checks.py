@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterable
+from pathlib import Path
 
 from engine.api.calibrations import CalibrationsApi
 from engine.api.session import Session, stream
 from engine.checks.check import worst
 from engine.checks.context import CheckContext
 from engine.checks.doctor import examine_machine
+from engine.checks.inspection import DataInspection, copy_data, inspect_data
 from engine.checks.rsync import sync_workdirs
 from engine.checks.runner import run_checks, validate_skip
-from engine.config.models import Config
+from engine.config.mlx_lm_keys import with_defaults
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import CheckResult, CheckStatus, PreflightReport, SyncReport
 from engine.security.audit import audit_log
 
@@ -44,6 +48,22 @@ class ChecksApi:
             overall_status=worst(result.status for result in ended),
             overridden=validate_skip([*config.preflight.skip, *skip]),
         )
+
+    def data_config(self, data: Path, model: Path | None = None) -> Config:
+        """For `data` on this machine, with mlx-lm's defaults, without a configuration file."""
+        node = NodeConfig(name="here", python=sys.executable, workdir=str(Path.cwd()))
+        chosen = str(model.absolute()) if model is not None else None
+        job = JobConfig(name="data", data=str(data.absolute()), model=chosen, mlx_lm=with_defaults({}))
+        return Config(cluster=ClusterConfig(), nodes=(node,), job=job)
+
+    async def data(self, config: Config, *, shown: int, folder: Path | None = None) -> DataInspection:
+        """A job's data as its first node reads it, with `shown` rows; its files are copied to `folder`. Raises
+        InputError, LaunchError, NodeUnreachable, FileDiffers."""
+        async with CheckContext(config, self._session.fleet) as context:
+            inspection = await inspect_data(context, shown)
+            if folder is not None and not inspection.faults:
+                await copy_data(context, inspection, folder)
+            return inspection
 
     async def doctor(self) -> list[CheckResult]:
         """Check this machine for a run of its own."""

@@ -25,11 +25,10 @@ from engine.errors import FlightDeckError
 from engine.models import CheckResult
 from engine.node.probes.foreign_files import WAYS
 from engine.node.probes.template import TEXT_MASKED
+from engine.node.standard_data import VALID_SHARE
 
 NAME = "data_matches"
 _READ_LIMIT_S = 110.0
-_VALIDATION_SHARE = 20
-"""For a missing valid.jsonl the fix takes every 20th part of train.jsonl, the last lines."""
 _CORRECTED = "-corrected"
 """Suffix of the folder that a fix makes beside the data's: the data itself is changed by nobody but its owner."""
 _SHOWN_FAULTS = 5
@@ -194,7 +193,11 @@ def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: No
         missing_validation = file.path.stem == "valid" and file.absent
         message = f"{file.fault}, and {needed_by} needs it" if missing_validation and needed_by else file.fault
         report = findings.warn if missing_validation and needed_by is None else findings.fault
-        report(f"{message}; the fix writes a corrected copy, then {advice}" if fix else message, fix)
+        if missing_validation:
+            message += f"; [data] valid = {VALID_SHARE} splits it off"
+        elif fix:
+            message += f"; the fix writes a corrected copy, then {advice}"
+        report(message, None if missing_validation else fix)
     examples = train.seen.examples
     if train.fault is None and examples < batch_size:
         findings.fault(f"{train.path} has fewer examples ({examples}) than batch_size = {batch_size}")
@@ -202,10 +205,8 @@ def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: No
 
 def _corrected_copy(files: list[DataFile]) -> Fix | None:
     """A command that writes the files, converted or without their bad lines, into a folder beside theirs, which must
-    not exist, and the last lines of a sound train.jsonl as a missing valid.jsonl. None where that is not possible."""
-    train = files[0]
-    target = PurePosixPath(f"{train.path.parent}{_CORRECTED}")
-    count = max(1, train.seen.lines // _VALIDATION_SHARE)
+    not exist. None where that is not possible."""
+    target = PurePosixPath(f"{files[0].path.parent}{_CORRECTED}")
     copied, corrections = list[str](), list[str]()
     for file in files:
         source, copy = quoted(file.path), quoted(target / file.path.name)
@@ -218,9 +219,6 @@ def _corrected_copy(files: list[DataFile]) -> Fix | None:
             corrections.append(f"sed '{lines}' {source} > {copy}")
         elif file.path.stem != "valid" or not file.absent:
             return None
-        elif train.fault is None and train.seen.lines > 1 and train.seen.foreign is None:
-            rest = f"sed '{train.seen.lines - count + 1},$d' {quoted(train.path)} > {quoted(target / train.path.name)}"
-            corrections += [rest, f"tail -n {count} {quoted(train.path)} > {copy}"]
     line = " && ".join([f"mkdir {quoted(target)}", *copied, *corrections])
     return Fix(line, f"makes {target}, and changes no other file; rm -r removes it") if corrections else None
 

@@ -107,15 +107,19 @@ def data_options(config: Config) -> dict[str, Any]:
     return {**features, "max_seq_length": settings["max_seq_length"], "data": config.data.options}
 
 
+def row_settings(context: CheckContext) -> str:
+    """The probes' settings for tokenising rows, as JSON."""
+    job = context.config.job
+    flags = {key: bool(job.mlx_lm.get(key)) for key in ("mask_prompt", "trust_remote_code")}
+    return json.dumps({**data_options(context.config), **flags, "framework": job.framework})
+
+
 async def try_rows(context: CheckContext, node: NodeConfig, files: Sequence[str]) -> TemplateReport:
     """The rows of `files` on `node` as a rank would tokenise them. Raises InputError where they could not be tried,
     LaunchError, NodeUnreachable."""
-    job = context.config.job
-    flags = {key: bool(job.mlx_lm.get(key)) for key in ("mask_prompt", "trust_remote_code")}
-    settings = json.dumps({**data_options(context.config), **flags, "framework": job.framework})
-    model = context.path(node, node.model or job.model or "")
+    model = context.path(node, node.model or context.config.job.model or "")
     report = await context.probe(
-        node, "template", model, settings, *files, result_type=TemplateReport, timeout_s=TRIAL_LIMIT_S
+        node, "template", model, row_settings(context), *files, result_type=TemplateReport, timeout_s=TRIAL_LIMIT_S
     )
     if report.problem is not None:
         raise InputError(

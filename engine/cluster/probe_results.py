@@ -16,7 +16,7 @@ from engine.errors import plural
 from engine.measurements import Count
 from engine.models import Failed, FrozenModel, Late, NoValue, Unparsable
 from engine.security.redact import Redactor
-from engine.security.sanitise import plain
+from engine.security.sanitise import plain, sanitise_text
 
 _FORMS = Redactor(environment={})
 ShortText = Annotated[str, AfterValidator(lambda text: _FORMS(plain(text, 300)))]
@@ -24,6 +24,8 @@ ShortText = Annotated[str, AfterValidator(lambda text: _FORMS(plain(text, 300)))
 PathText = Annotated[
     str, AfterValidator(lambda path: path.encode(errors="backslashreplace").decode()), Field(max_length=4096)
 ]
+ShownText = Annotated[str, AfterValidator(lambda text: sanitise_text(text[:30_000]))]
+"""With its line breaks."""
 WholeText = Annotated[str, AfterValidator(lambda text: plain(text, 30_000))]
 """A path that is compared with those of other nodes: the longest one with each byte escaped is not cut."""
 Pid = Annotated[int, Field(gt=1)]
@@ -83,6 +85,7 @@ class JsonlSummary(_Report):
     lines: Count = 0
     examples: Count = 0
     sha256: ShortText = ""
+    bytes: Count = 0
     form: ShortText | None = None
     faults: list[tuple[Annotated[int, Field(gt=0)], ShortText]] = Field(default_factory=list, max_length=100)
     """(line number from 1, what is wrong with it), the first of them."""
@@ -150,6 +153,25 @@ class TemplateReport(_Report):
     """By file, also those of rows that are truncated."""
     problem: ShortText | None = None
     """Why the rows were not tried."""
+
+
+class ShownRow(FrozenModel):
+    """A row of train.jsonl as the model sees it."""
+
+    line: Count
+    masked: ShownText
+    """The beginning of its text, not trained on."""
+    trained: ShownText
+    tokens: Count
+    targets: Count
+    cut: Count
+    """Tokens after max_seq_length."""
+
+
+class RowsReport(_Report):
+    tells = (("rows",), ("problem",))
+    rows: Annotated[list[ShownRow], Field(max_length=1000)] = Field(default_factory=list)
+    problem: ShortText | None = None
 
 
 class LoadingReport(_Report):

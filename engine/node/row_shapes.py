@@ -57,9 +57,14 @@ class _Parts:
         self.read = set[str]()
         """Keys that were asked for and are there."""
 
+    def key(self, part: str) -> str | None:
+        for key in (self.columns[part],) if part in self.columns else _PARTS.get(part, (part,)):
+            if self.row.get(key) is not None:
+                return key
+        return None
+
     def get(self, part: str) -> Any:
-        keys = (self.columns[part],) if part in self.columns else _PARTS.get(part, (part,))
-        key = next((key for key in keys if self.row.get(key) is not None), None)
+        key = self.key(part)
         if key is None or (part == "input" and key in self.read):
             return None
         self.read.add(key)
@@ -67,7 +72,7 @@ class _Parts:
 
     def has(self, *names: str) -> bool:
         """All of these parts; none counts as read."""
-        return all(_Parts(self.row, self.columns).get(name) is not None for name in names)
+        return all(self.key(name) is not None for name in names)
 
     def string(self, part: str) -> str:
         """Raises ValueError for what is no text; "" is none."""

@@ -32,6 +32,8 @@ _CHARACTERS_PER_TOKEN = 3
 _KEPT_S = 30 * 86_400
 """After so long without use a folder is removed: it can be made again."""
 _SHOWN_FAULTS = 3
+_REPORT = "conversion.json"
+"""File of a folder that was written here: StandardData.about."""
 _SPLITS = ("train", "valid", "test")
 
 
@@ -48,16 +50,18 @@ def standard_data(source: Path, options: Mapping[str, Any]) -> StandardData:
         source = source.parent
     options = {key: options.get(key) for key in ("prompt", "completion", "chat", "text", "max_seq_length", "data")}
     try:
-        if not source.exists() or (source.is_dir() and not options["data"] and _is_standard(source, options)):
+        written = (source / _REPORT).is_file()
+        given = source.is_dir() and not options["data"] and _is_standard(source, options)
+        if written or given or not source.exists():
             return StandardData(source, None)
         files = source_files(source)
         if "train" not in files:
             return StandardData(source, None)
         target = _root() / _digest(files, options)
-        if not (target / "about.json").is_file():
+        if not (target / _REPORT).is_file():
             _write(files, target, options)
         os.utime(target)
-        return StandardData(target, json.loads(read_regular(target / "about.json")))
+        return StandardData(target, json.loads(read_regular(target / _REPORT)))
     except OSError as error:
         raise DataError(f"{source} cannot be read: {reason_of(error, source)}") from error
 
@@ -199,7 +203,7 @@ def _write(files: Mapping[str, list[Path]], target: Path, options: Mapping[str, 
     try:
         conversion = _Conversion(temporary, files, options)
         conversion.run()
-        (temporary / "about.json").write_text(json.dumps(conversion.about), encoding="utf-8")
+        (temporary / _REPORT).write_text(json.dumps(conversion.about), encoding="utf-8")
         # Another process may have been faster.
         with contextlib.suppress(OSError):
             temporary.rename(target)

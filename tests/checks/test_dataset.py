@@ -128,17 +128,13 @@ async def test_a_line_of_another_form_than_the_first_is_a_fault(config: Config, 
     assert "line 41 has no text, as the first line has" in result.summary
 
 
-async def test_missing_validation_only_warns_and_its_fix_splits_the_training_lines(config: Config, data: Path) -> None:
+async def test_missing_validation_only_warns_and_data_valid_splits_it_off(config: Config, data: Path) -> None:
     (data / "valid.jsonl").unlink()
     result = await run_check(check.run, config)
-    assert result.status is CheckStatus.WARN
-    lines = (data / "train.jsonl").read_text().splitlines()
-    apply(result)
-    assert (data / "train.jsonl").read_text().splitlines() == lines
-    copy = Path(f"{data}-corrected")
-    assert (copy / "train.jsonl").read_text().splitlines() == lines[:38]
-    assert (copy / "valid.jsonl").read_text().splitlines() == lines[38:]
-    assert (await run_check(check.run, corrected(config, data))).status is CheckStatus.PASS
+    assert (result.status, result.fix_command) == (CheckStatus.WARN, None)
+    assert "valid.jsonl is missing" in result.summary and "[data] valid = 0.05 splits it off" in result.summary
+    chosen = config.model_copy(update={"data": DataConfig(valid=0.25)})
+    assert (await run_check(check.run, chosen)).status is CheckStatus.PASS
 
 
 @pytest.mark.parametrize("keys", [{"patience": 2}, {"save_best": True}])
@@ -149,8 +145,8 @@ async def test_missing_validation_blocks_a_job_that_needs_it(
     config = make_config(model, data, tmp_path, settings=keys)
     result = await run_check(check.run, config)
     assert (result.status, f"and {next(iter(keys))} needs it" in result.summary) == (CheckStatus.FAIL, True)
-    apply(result)
-    assert (await run_check(check.run, corrected(config, data))).status is CheckStatus.PASS
+    chosen = config.model_copy(update={"data": DataConfig(valid=0.25)})
+    assert (await run_check(check.run, chosen)).status is CheckStatus.PASS
 
 
 async def test_validation_data_is_not_required_when_there_is_none(model: Path, data: Path, tmp_path: Path) -> None:
@@ -255,6 +251,19 @@ async def test_data_of_another_kind_is_said_with_its_shape_and_what_is_not_read(
     assert (result.summary, 10 <= valid <= 30) == (f"{expected}; not read: id", True)
 
 
+@pytest.mark.usefixtures("tried_here")
+async def test_rows_of_named_columns_are_tried_as_they_are_read(templated: Path, tmp_path: Path) -> None:
+    source = tmp_path / "qa.tsv"
+    source.write_text("Q\tA\n" + "".join(f"level {row}?\tthree {row}\n" for row in range(40)))
+    config = make_config(templated, source, tmp_path, settings={"batch_size": 2, "mask_prompt": True})
+    refused = await run_check(check.run, config)
+    assert f"{source}: line 2 has a shape that is not known: it has Q, A; say what they are" in refused.summary
+    chosen = config.model_copy(update={"data": DataConfig(columns={"prompt": "Q", "completion": "A"}, valid=0.2)})
+    result = await run_check(check.run, chosen)
+    assert result.status is CheckStatus.PASS, result.summary
+    assert "examples, chat, from 1 file of completions" in result.summary
+
+
 async def test_other_data_of_another_kind_on_another_node_is_copied_whole(
     config: Config, tmp_path: Path, home: Path
 ) -> None:
@@ -293,10 +302,6 @@ async def test_lines_that_end_in_cr_alone_are_read_as_lines(config: Config, data
     assert "line 7 is no JSON" in result.summary and result.summary.isprintable()
     apply(result)
     assert Path(f"{data}-corrected/train.jsonl").read_text().splitlines() == train.read_text().splitlines()
-    (data / "valid.jsonl").unlink()
-    train.write_bytes("\r".join(lines).encode())
-    result = await run_check(check.run, config)
-    assert (result.status, result.fix_command) == (CheckStatus.WARN, None)
 
 
 @pytest.mark.usefixtures("tried_here")

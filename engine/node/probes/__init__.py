@@ -56,6 +56,7 @@ PROBES = {
     "reach": Probe("network"),
     "read": Probe("files", streams=True),
     "reporters": Probe("job", own_process=True),
+    "rows": Probe("template", own_process=True),
     "run_folders": Probe("storage"),
     "stale": Probe("leases"),
     "storage": Probe("storage"),

@@ -77,15 +77,16 @@ def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None
     skips, and a fault shows how its line begins. `trained`: hashes of the rows of train.jsonl, which fills it."""
     digest, tally = hashlib.sha256(), dict[str, list[int]]()
     faults: list[tuple[int, str]] = []
-    number = examples = fault_count = 0
+    number = examples = fault_count = size = 0
     form, kind, utf8 = None, None, set[bool]()
     trained = set() if trained is None else trained
     in_file = trained if path.name == "train.jsonl" else set()
 
     def hashed(file: Iterable[bytes]) -> Iterator[bytes]:
-        nonlocal number
+        nonlocal number, size
         for number, line in enumerate(file, 1):  # noqa: B007
             digest.update(line)
+            size += len(line)
             yield line
 
     with open_regular(path) as file:
@@ -104,6 +105,7 @@ def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None
         "lines": number,
         "examples": examples,
         "sha256": digest.hexdigest(),
+        "bytes": size,
         "form": form,
         "faults": faults,
         "fault_count": fault_count,

@@ -212,3 +212,43 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
     refused = [refusal for trial in trials for refusal in trial.refused.values()]
     measured = {"tallies": {str(trial.path): trial.tally for trial in trials}}
     return {"refused": refused[:_REFUSED], **measured, "lengths": {str(trial.path): trial.lengths for trial in trials}}
+
+
+def probe_rows(model: str, settings: str, count: str, file: str) -> dict[str, Any]:
+    """`rows`: `count` at equal distances in a file, as the model sees them: `line`, `tokens`, `targets` and `cut` (by
+    max_seq_length) of each, and its text in two parts, of which the first is `masked`; `problem` if there are none.
+    `model`: "" for the text alone. `settings`: as for `probe_template`."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    keys = json.loads(settings)
+    try:
+        (path,), _ = standard_files([file], keys)
+        loader = _transformers if keys.get("framework") == "torch" else _mlx_lm
+        loaded = loader(Path(model), keys) if model else None
+        with open_regular(path) as opened:
+            total = sum(not is_blank(line) for line in lines(opened))
+            wanted = {total * number // int(count) for number in range(int(count))}
+            opened.seek(0)
+            numbered = ((number, line) for number, line in enumerate(lines(opened), 1) if not is_blank(line))
+            chosen = [item for index, item in enumerate(numbered) if index in wanted]
+        rows = zip([number for number, _ in chosen], read_rows([line for _, line in chosen], keys))  # noqa: B905
+        return {"rows": [{"line": number, **_seen(row, loaded, keys)} for number, row in rows if row.fault is None]}
+    except Exception as error:
+        return {"problem": str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"}
+
+
+def _seen(row: DataRow, loaded: Loaded | None, keys: dict[str, Any]) -> dict[str, Any]:
+    if loaded is None:
+        turns = (
+            [f"{message['role']}: {message.get('content')}" for message in row.content] if row.form != "text" else []
+        )
+        return {"masked": "", "trained": "\n".join(turns) or row.content, "tokens": 0, "targets": 0, "cut": 0}
+    tokenizer, process = loaded
+    if row.form == "text":
+        tokens, start = tokenizer.encode(row.content), 0
+        tokens += [tokenizer.eos_token_id] * (tokens[-1:] != [tokenizer.eos_token_id])
+    else:
+        tokens, start = process(row.row)
+    kept = tokens[: keys["max_seq_length"]]
+    parts = {"masked": tokenizer.decode(kept[:start]), "trained": tokenizer.decode(kept[start:])}
+    cut, targets = len(tokens) - len(kept), max(0, len(kept) - max(start, 1))
+    return {**parts, "tokens": len(tokens), "targets": targets, "cut": cut}

@@ -187,3 +187,25 @@ def test_a_file_that_is_not_read_is_refused_as_a_whole(model: Path, tmp_path: Pa
 def test_text_that_has_no_prompt_to_mask_is_refused(model: Path, tmp_path: Path) -> None:
     found = report(model, tmp_path, [{"text": "the sky"}], mask_prompt=True)
     assert rows_refused(found, SETTINGS) == [f"{tmp_path / 'train.jsonl'}: {template.TEXT_MASKED}"]
+
+
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_rows_are_shown_as_the_trainer_has_them(model: Path, tmp_path: Path, form: str) -> None:
+    rows = [{"text": f"level {number}"} if form == "text" else chat("level?", f"three {number}") for number in range(9)]
+    (tmp_path / "train.jsonl").write_text("\n" + "".join(json.dumps(row) + "\n\n" for row in rows))
+    keys = {**KEYS, "mask_prompt": form == "chat", "trust_remote_code": False, "max_seq_length": 64}
+    shown = template.probe_rows(str(model), json.dumps(keys), "3", str(tmp_path / "train.jsonl"))["rows"]
+    assert [row["line"] for row in shown] == [2, 8, 14]
+    job = Job(model, tmp_path, tmp_path, tmp_path, mask_prompt=form == "chat")
+    split = Split(job, "train", row_format(job, load_tokenizer(model)), lambda _: None)
+    tokenizer = load_tokenizer(model)
+    for index, row in zip((0, 3, 6), shown, strict=True):
+        ((tokens, start),) = split._examples([index])
+        assert row["masked"] + row["trained"] == tokenizer.decode(tokens[:start]) + tokenizer.decode(tokens[start:])
+        assert (row["tokens"], row["targets"], row["cut"]) == (len(tokens), split.batch([index]).targets, 0)
+        assert str(index) in row["trained"]
+        assert ("level?" in row["masked"]) == (form == "chat")
+    plain = template.probe_rows("", json.dumps(keys), "3", str(tmp_path / "train.jsonl"))["rows"]
+    assert plain[1]["trained"] == ("level 3" if form == "text" else "user: level?\nassistant: three 3")
+    broken = template.probe_rows(str(tmp_path), json.dumps(keys), "3", str(tmp_path / "train.jsonl"))
+    assert broken["problem"]
