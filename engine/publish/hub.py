@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_session, get_token, hf_hub_url
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from engine.errors import FlightDeckError, InputError
@@ -65,11 +65,12 @@ def upload(run: TrainedRun, folder: ModelFolder) -> str:
 def read_configuration(model: str) -> bytes:
     """config.json of a folder, or itself, on this machine; else of OWNER/NAME on the Hub, and nothing but that.
     Blocking. Raises InputError."""
-    path = Path(model).expanduser()
+    path, token = Path(model).expanduser(), get_token()
     try:
         if path.exists() or model.count("/") != 1:
             return (path / "config.json" if path.is_dir() else path).read_bytes()
-        address, headers = hf_hub_url(model, "config.json"), build_hf_headers()
+        # Not the library's headers: to make them it fetches a list of programs that may run it.
+        address, headers = hf_hub_url(model, "config.json"), {"Authorization": f"Bearer {token}"} if token else {}
         response = get_session().get(address, headers=headers, follow_redirects=True, timeout=_ANSWERS_WITHIN_S)
         hf_raise_for_status(response)
         return response.content
