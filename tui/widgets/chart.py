@@ -130,7 +130,9 @@ def picture(chart: SeriesChart, window: tuple[float, float]) -> Picture:
     first = int([curve.label for curve in chart.curves] == ["validation"])
     for at, curve in enumerate(chart.curves):
         number = first + at if curve.place is None else curve.place
-        points, average = ([(x, y / factor) for x, y in part] for part in (curve.points, curve.average))
+        points, average = (
+            part if factor == 1 else [(x, y / factor) for x, y in part] for part in (curve.points, curve.average)
+        )
         kind, style = list(KINDS)[number % len(KINDS)], RANK_STYLES[number % len(RANK_STYLES)]
         symbol = _SYMBOLS[number % len(_SYMBOLS)]
         curves.append(ChartCurve(curve.label, points, style, kind, average, symbol, tags[at]))

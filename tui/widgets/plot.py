@@ -135,40 +135,40 @@ class Canvas:
         self._texts: dict[tuple[int, int], tuple[str, str]] = {}
         """Row and column → a character in place of the dots, and its style."""
 
-    def _set(self, x: int, dots: int, style: str, symbol: str) -> None:
-        """Set dots of one column; outside the canvas nothing happens."""
-        column = x >> 1
-        if not 0 <= column < self.width:
-            return
-        dots &= self._inside
-        self._dots[x] |= dots
-        cells = dots | dots >> 1
-        cells = (cells | cells >> 2) & _FIRSTS & ~self._styled[column]
-        if cells:
-            self._styled[column] |= cells
-            while cells:
-                place = cells.bit_length() - 1
-                self._styles[place >> 2][column] = style, symbol
-                cells ^= 1 << place
+    def _set(self, spans: Iterable[tuple[int, int]], style: str, symbol: str) -> None:
+        """Set the dots of columns; outside the canvas nothing happens."""
+        inside, columns, styled, styles = self._inside, self._dots, self._styled, self._styles
+        for x, span in spans:
+            if not 0 <= x < len(columns):
+                continue
+            column, dots = x >> 1, span & inside
+            columns[x] |= dots
+            cells = dots | dots >> 1
+            cells = (cells | cells >> 2) & _FIRSTS & ~styled[column]
+            if cells:
+                styled[column] |= cells
+                while cells:
+                    place = cells.bit_length() - 1
+                    styles[place >> 2][column] = style, symbol
+                    cells ^= 1 << place
 
     def dot(self, x: int, y: int, style: str) -> None:
         """Set one dot; outside the canvas nothing happens."""
         if y >= 0:
-            self._set(x, 1 << y, style, "")
+            self._set([(x, 1 << y)], style, "")
 
     def curve(self, dots: Sequence[tuple[int, int]], style: str, kind: str = "solid", symbol: str = "") -> None:
         """Straight lines (Bresenham) of one of KINDS between dots, x ascending; a dotted one has all of them."""
         pattern = KINDS[kind]
-        for x, span in _spans(dots):
-            self._set(x, span & pattern(x), style, symbol)
+        spans = _spans(dots)
+        self._set(spans if kind == "solid" else ((x, span & pattern(x)) for x, span in spans), style, symbol)
         if kind == "dotted":
-            for x, y in dots:
-                self._set(x, 1 << y, style, symbol)
+            self._set(((x, 1 << y) for x, y in dots), style, symbol)
 
     def fill(self, x: int, top: int, bottom: int, style: str) -> None:
         """A part of an area, every second dot both ways: one column of dots."""
         if x % 2 == 0:
-            self._set(x, (2 << bottom) - (1 << top) & _HALVES, style, ".")
+            self._set([(x, (2 << bottom) - (1 << top) & _HALVES)], style, ".")
 
     def write(self, column: int, row: int, text: str, style: str) -> None:
         """One character over what is there; outside the canvas nothing happens."""
