@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from engine.models import RunState
 from engine.snapshots import ResultFile, RunResult, RunSnapshot
 from tests.tui import fake_engine
 from tests.tui.conftest import SIZES, Console, opened
-from tests.tui.fake_engine import FakeEngine
+from tests.tui.fake_engine import FakeEngine, configuration
+from tui.screens.settings import SettingsForm
 
 CHECKPOINT = ResultFile("checkpoint", False, 37, "ultra", "/srv/step-37", "step-37", 1_500_000, "f")
 
@@ -177,3 +179,22 @@ async def test_the_configuration_is_edited_in_the_editor(
         monkeypatch.setattr(console.app, "_in_terminal", lambda *arguments: asked.append(arguments[3]()))
         await console.press("e")
         assert asked == [["nano", "-w", str(file)]]
+
+
+async def test_an_answer_that_comes_while_the_settings_are_taken_down_is_dropped(fake: FakeEngine) -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def plan(_: Config) -> str:
+        asked.set()
+        await answer.wait()
+        # Its parts go before the work that a screen has begun.
+        await form.remove_children()
+        return "too late"
+
+    form = SettingsForm("settings", configuration(), 70, plan, "nothing")
+    async with opened(fake) as console:
+        console.app.push_screen(form)
+        await console.until(asked.is_set)
+        answer.set()
+        await console.until(lambda: all(worker.is_finished for worker in form.workers))
+        assert "too late" in form.body and console.app.is_running

@@ -83,7 +83,9 @@ class Dialog(ModalScreen[Answer]):
 
     def set_body(self, lines: Sequence[Content]) -> None:
         self._lines = list(lines)
-        self.query_one("#dialog-text", Static).update(Content("\n").join(self._lines))
+        # There is none where an answer comes while the dialog is taken down.
+        for text in self.query("#dialog-text").results(Static):
+            text.update(Content("\n").join(self._lines))
 
     @property
     def body(self) -> str:
