@@ -121,6 +121,10 @@ class DeckState:
     searching: bool = False
     """A search of the log has matches to go through."""
 
+    def key(self, text: str) -> str:
+        """`text`, which names a key that changes something; "" where this console only reads."""
+        return "" if self.read_only else text
+
     @property
     def unconfigured(self) -> str:
         """Why there is no configuration, one line."""

@@ -40,7 +40,7 @@ def serving_lines(snapshot: RunSnapshot, how_to_stop: str) -> Iterator[str]:
     """The requests that a server that goes on has answered."""
     if not snapshot.record.state.ended and any(result.kind == "serving" for result in snapshot.task_results):
         served = snapshot.ranks[0].served if snapshot.ranks else None
-        yield f"{served_text(served) if served is not None else 'no request yet'}; {how_to_stop}"
+        yield f"{served_text(served) if served is not None else 'no request yet'}{how_to_stop}"
 
 
 def _row(result: Evaluated) -> tuple[str, ...]:

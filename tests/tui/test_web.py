@@ -24,6 +24,7 @@ from PIL import Image
 
 from engine.api import Engine, ReadOnlyEngine
 from engine.errors import InputError
+from engine.models import CheckResult, CheckStatus
 from engine.store.store import Store
 from tests.tui import fake_engine
 from tests.tui.browser import opened as opened_page
@@ -36,6 +37,7 @@ from tui.actions import ACTIONS, action_for, bar, keys
 from tui.commands.web import _Console, _Window
 from tui.screens.help import lines
 from tui.state import VIEWS, DeckState
+from tui.widgets import checks_pane, node_detail, run_summary
 
 ACTING = {
     *("launch", "abort", "use", "again", "edit", "recheck", "demo", "chat", "calibrate", "calibrate_quick", "scaling"),
@@ -55,6 +57,22 @@ def test_no_key_means_such_an_action_anywhere(view: str) -> None:
         state = replace(RUNNING, view=view, pane=pane, run="demo", read_only=True)
         meant = [action for key in keys() if (action := action_for(key, state)) is not None]
         assert not ACTING.intersection(action.id for action in (*meant, *bar(state)))
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_text_that_names_such_a_key_is_left_out(read_only: bool) -> None:
+    check = CheckResult(name="worker_layer", status=CheckStatus.FAIL, summary="no", fix_command="true")
+    pending = check.model_copy(update={"status": CheckStatus.PENDING})
+    state = DeckState(read_only=read_only, config=fake_engine.configuration(), facts={}, checks=(pending,))
+    kept = fake_engine.aborted()
+    texts = [checks_pane.verdict(state), checks_pane._detail(check, state, 80).plain]
+    texts += [line.plain for line in run_summary.left(state, kept, 80, tall=True)]
+    texts += [line.plain for line in node_detail._node(state, "local-0", 80)]
+    texts += [run_summary.next_key(state, fake_engine.task("fuse"), 80).plain]
+    named = ("r here runs it", "x runs it", "s skips", "R resumes", "u F fetches", "r probes", "u lists")
+    assert [key for key in named if any(key in text for text in texts)] == (
+        [] if read_only else [*named[:4], *named[5:]]
+    )
 
 
 @pytest.mark.parametrize("size", [SMALL, DASHBOARD])

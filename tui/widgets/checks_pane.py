@@ -11,7 +11,7 @@ from textual.content import Content
 from engine import api
 from engine.errors import plural
 from tui.fixes import pasted
-from tui.glyphs import CHECKS, MUTED, Glyphs
+from tui.glyphs import CHECKS, MUTED
 from tui.state import DeckState
 from tui.widgets.pane import Pane, RowList
 from tui.widgets.text import Column, Text, folded, lay_out, pair
@@ -73,7 +73,7 @@ class ChecksPane(Pane):
         check = self._selected()
         self.query_one(".detail").display = self.full and check is not None
         if self.full:
-            detail = _detail(check, self.state.glyphs, self.room) if check is not None else Content("")
+            detail = _detail(check, self.state, self.room) if check is not None else Content("")
             self.query_one("#checks-detail", Text).put(detail)
 
     def copy_text(self) -> str:
@@ -95,7 +95,7 @@ class ChecksPane(Pane):
 
     def _copied(self, check: CheckResult) -> str:
         """With the name by which commands know it."""
-        return f"{check.name}: {_detail(check, self.state.glyphs, self.room).plain}"
+        return f"{check.name}: {_detail(check, self.state, self.room).plain}"
 
 
 def verdict(state: DeckState) -> str:
@@ -103,7 +103,7 @@ def verdict(state: DeckState) -> str:
     checks = state.shown_checks
     statuses = [check.status for check in checks]
     if all(status == "pending" for status in statuses):
-        return "not run yet: r here runs it" if checks else "not run"
+        return f"not run yet{state.key(': r here runs it')}" if checks else "not run"
     if failures := sum(status == "fail" for status in statuses):
         return plural(failures, "failure")
     if any(status in ("pending", "running") for status in statuses):
@@ -143,11 +143,11 @@ def _summary(state: DeckState, check: CheckResult, *, full: bool) -> Content:
     return Content.styled(text, MUTED if check.status in ("pending", "skip") else "")
 
 
-def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
+def _detail(check: CheckResult, state: DeckState, width: int) -> Content:
     """Cause, evidence per node, the fix, and what is checked."""
     glyph, title = CHECKS[check.status], api.CHECKS[check.name].title if check.name in api.CHECKS else ""
     label = api.check_label(check.name)
-    lines = [Content.assemble((label, "bold"), "  ", glyphs.state(glyph, STATUS_LABELS[check.status]))]
+    lines = [Content.assemble((label, "bold"), "  ", state.glyphs.state(glyph, STATUS_LABELS[check.status]))]
     if check.summary not in ("", title):
         lines.append(Content(check.summary))
     if check.blames is not None:
@@ -164,9 +164,9 @@ def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
     if len(check.fixes) > 1:
         lines += [pair(f"on {node}", folded(command, width), width) for node, command in check.fixes.items()]
     commands = [check.fix_command, *check.fixes.values()]
-    if any(command is not None and not command.startswith("flightdeck ") for command in commands):
+    if state.key("x") and any(command is not None and not command.startswith("flightdeck ") for command in commands):
         lines.append(pair("", "x runs it, after you confirm", width, style=MUTED))
-    if check.status == "fail":
+    if state.key("s") and check.status == "fail":
         lines.append(pair("", "s skips this check at the next launch", width, style=MUTED))
     if check.status == "fail" and not check.fix_command:
         lines += [Content(""), Content("no command fixes this: a person must act")]

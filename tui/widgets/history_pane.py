@@ -159,7 +159,8 @@ class HistoryPane(Pane):
             none = (
                 "no run matches: / changes the filter, esc removes it"
                 if filtered
-                else f"no runs yet: {'n launches the first' if state.config is not None else 'd runs the demo'}"
+                else "no runs yet"
+                + state.key(": n launches the first" if state.config is not None else ": d runs the demo")
             )
             head.put(Content.styled(none if state.runs is not None else "reading the runs", MUTED))
             rows.set_rows([])
@@ -361,7 +362,7 @@ def described(state: DeckState, run: RunRecord, snapshot: RunSnapshot, width: in
     if settings:
         lines.append(pair("settings", settings, width))
     lines += run_summary.attempts(snapshot, width, every=True)
-    lines += run_summary.left(snapshot, width, tall=True)
+    lines += run_summary.left(state, snapshot, width, tall=True)
     if snapshot.result is not None and (text := checkpoint_text(snapshot.result)) is not None:
         lines.append(pair("checkpoint", text, width))
     lines += run_summary.trackers(snapshot, width)

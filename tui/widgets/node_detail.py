@@ -73,7 +73,7 @@ def _node(state: DeckState, node: str, width: int) -> list[Content]:
         text = f"{link.condition} for {age(link.since, state.now)}" + (f": {link.why}" if link.why else "")
         lines.append(pair("supervisor", text, width, style="$error"))
     if facts is None:
-        lines.append(Content.styled("not probed yet: r probes", MUTED))
+        lines.append(Content.styled(f"not probed yet{state.key(': r probes')}", MUTED))
         return [*lines, *_rank(state, rank, width)]
     if facts.problem:
         lines += _problem(facts, width)
@@ -81,7 +81,7 @@ def _node(state: DeckState, node: str, width: int) -> list[Content]:
         pair(state.glyphs.shape(WARN), text, width, style="$warning") for text in node_state.warnings(facts, versions)
     ]
     if state.topology is not None and (setup := state.topology.setup.get(node)):
-        text = "its Thunderbolt cables have no network of their own: x sets up those of all nodes, by"
+        text = f"its Thunderbolt cables have no network of their own{state.key(': x sets up those of all nodes, by')}"
         lines.append(pair(state.glyphs.shape(WARN), text, width, style="$warning"))
         lines += [pair("", command, width, style=MUTED) for command in setup]
     unknown: list[str] = []

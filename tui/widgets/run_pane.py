@@ -98,7 +98,7 @@ class RunPane(Pane, can_focus=True):
         attempts = run_summary.attempts(snapshot, room, every=self.full)
         summary = [*run_summary.outcome(state, snapshot, room), *(attempts if state.active else [])]
         summary += run_summary.alarms(state, snapshot, room)
-        summary += run_summary.task_results(snapshot, room)
+        summary += run_summary.task_results(state, snapshot, room)
         if snapshot.record.task is not None:
             summary = [*(summary or [_waiting(state)]), run_summary.next_key(state, snapshot, room)]
         elif not summary and not has_loss:
@@ -116,7 +116,7 @@ class RunPane(Pane, can_focus=True):
             ranks = rank_table(state, snapshot, room, headed=self.full)
         self._put("#ranks", ranks)
         self._put("#figures", [figures(state, snapshot, room, peak=not tall)] if has_loss else [])
-        rest = run_summary.left(snapshot, room, tall=tall)
+        rest = run_summary.left(state, snapshot, room, tall=tall)
         rest += [] if state.active else attempts
         if self.full:
             rest += run_summary.task_lines(state, snapshot.record.id, room)
@@ -139,9 +139,9 @@ class RunPane(Pane, can_focus=True):
             Content(f"run {snapshot.record.id} ({snapshot.record.name}): {snapshot.record.state}"),
             *run_summary.outcome(state, snapshot, self.room),
             *run_summary.alarms(state, snapshot, 200),
-            *run_summary.task_results(snapshot, 200),
+            *run_summary.task_results(state, snapshot, 200),
             *run_summary.samples(snapshot, 200),
-            *run_summary.left(snapshot, 200, tall=True),
+            *run_summary.left(state, snapshot, 200, tall=True),
             *run_summary.trackers(snapshot, 200),
             figures(state, snapshot, 200),
             *run_summary.verification(state, snapshot, 200, every=True),

@@ -361,7 +361,7 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
     return lines
 
 
-def left(snapshot: RunSnapshot, width: int, *, tall: bool) -> list[Content]:
+def left(state: DeckState, snapshot: RunSnapshot, width: int, *, tall: bool) -> list[Content]:
     """A run that has ended: what it came to, its newest checkpoint and weights, and how these are used. Where the pane
     is not `tall`, no paths and no commands, which `flightdeck show` has."""
     record, file, result = snapshot.record, snapshot.trained, snapshot.result
@@ -369,10 +369,10 @@ def left(snapshot: RunSnapshot, width: int, *, tall: bool) -> list[Content]:
         return []
     lines = []
     if result is not None and (text := result_text(result)):
-        text = (text + "; u F fetches the weights" * bool(result.files)) if tall else text.partition(";")[0]
+        text = (text + state.key("; u F fetches the weights") * bool(result.files)) if tall else text.partition(";")[0]
         lines.append(pair("result", text, width))
     if record.state in ("aborted", "failed") and (kept := newest_checkpoint(snapshot)) is not None:
-        lines.append(pair("kept", f"the checkpoint of iteration {kept:,}: R resumes from it", width))
+        lines.append(pair("kept", f"the checkpoint of iteration {kept:,}{state.key(': R resumes from it')}", width))
     # A task's own results name its fused model.
     if tall and file is not None and record.task is None:
         lines.append(pair("trained", trained_text(file), width))
@@ -397,11 +397,11 @@ def samples(snapshot: RunSnapshot, width: int) -> list[Content]:
     return [pair(label, text, width, style="bold" if label == "prompt" else "") for label, text in texts]
 
 
-def task_results(snapshot: RunSnapshot, width: int) -> list[Content]:
+def task_results(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
     """The results of a task on what another run has trained."""
     texts = (
         *result_lines(snapshot.task_results, ended=snapshot.record.state.ended),
-        *serving_lines(snapshot, "ctrl+x stops it"),
+        *serving_lines(snapshot, state.key("; ctrl+x stops it")),
     )
     lines = [line for text in texts for line in text.splitlines() or [""]]
     return [Content(part) for line in lines for part in textwrap.wrap(line, max(20, width)) or [""]]
@@ -423,6 +423,7 @@ def next_key(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
     refused = any(result.kind == "fused" and not result.accepted for result in results)
     served = any(result.kind == "serving" for result in results)
     texts = {
+        "esc leads to its run": state.read_only,
         "c asks it, ctrl+x stops it": state.active and served,
         "ctrl+x stops it, esc leads to its run": state.active,
         "u f fuses it in another form": refused,

@@ -215,7 +215,9 @@ def _notes(state: DeckState, taken: Calibration | None, width: int) -> list[Cont
             ("warning", text) for text in state.prediction.shares.warnings if text != state.prediction.shares.reason
         ]
     if taken is None:
-        notes.append(("not measured", "the speed of each node and link, and the speed-up: c measures them"))
+        notes.append(
+            ("not measured", f"the speed of each node and link, and the speed-up{state.key(': c measures them')}")
+        )
         return [Content(""), *(pair(label, text, width, indent=_INDENT) for label, text in notes)]
     between = " - " if state.glyphs.ascii else " — "
     notes += [("link" if link in taken.links else "all ranks", f"{between.join(link.nodes)}  {_link(link)}")
