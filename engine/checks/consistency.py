@@ -138,7 +138,7 @@ def evaluate(
     decision = decide(compared, settings.consistency_threshold, exclude_divergent=settings.exclude_divergent)
     excluded = compared.divergent if decision is Decision.EXCLUDE else ()
     findings = Findings(NAME, config)
-    against = THIS_MACHINE if compared.source == "head" else "most workers"
+    against = THIS_MACHINE if compared.source == "head" else "most nodes"
     for node in config.nodes:
         findings.evidence[node.name] = _list_hashes(workers[node.name])
         if node.name in compared.divergent:
@@ -156,7 +156,7 @@ def evaluate(
         excluded=excluded,
     )
     result = findings.verdict(
-        f"{compared.workers} workers agree with {against} on {len(compared.reference or {})} items",
+        f"{compared.workers} nodes agree with {against} on {len(compared.reference or {})} items",
         advice=_advice(compared, decision, settings.consistency_threshold),
         fix=_fix(config, compared, workers, models),
     )
@@ -165,7 +165,7 @@ def evaluate(
 
 def _advice(compared: Agreement, decision: Decision, threshold: float) -> str:
     if compared.reference is None:
-        nobody = f"{THIS_MACHINE} has none of them, and there is no majority among the workers"
+        nobody = f"{THIS_MACHINE} has none of them, and there is no majority among the nodes"
         return f"{nobody}: make them the same by hand"
     ratio = f"{len(compared.agreeing)} of {compared.workers} agree, {compared.ratio:.2f} against {threshold:g}"
     if decision is Decision.EXCLUDE:

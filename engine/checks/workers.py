@@ -60,8 +60,8 @@ def evaluate(
             on_node.passed.append(f"torch sees {plural(gpus, 'GPU') if gpus else 'the CPU alone'}")
         _check_clock(node, facts[node.name], on_node)
         _check_leftovers(stale[node.name], on_node)
-    workers = plural(len(config.nodes), "worker")
-    return findings.verdict(f"{workers} ready for {backend}, no processes of earlier runs are left")
+    ready = f"{plural(len(config.nodes), 'rank')} can start on {backend}"
+    return findings.verdict(f"{ready}, no processes of earlier runs are left")
 
 
 def _check_clock(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> None:

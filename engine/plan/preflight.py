@@ -94,7 +94,7 @@ def consistency_section(context: PlanContext) -> ConsistencySection:
     settings = config.preflight
     left_out = _why_skipped(context, "worker_consistency", comparison_not_applicable, comparison_switched_off)
     if left_out is None:
-        text = f"at least {settings.consistency_threshold:g} of the workers must agree"
+        text = f"at least {settings.consistency_threshold:g} of the nodes must agree"
         context.explain("worker_consistency", Source.RULE, text)
     watched = _while_training(context)
     return ConsistencySection(

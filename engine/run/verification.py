@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Final
 
 from engine.config.models import Config
+from engine.errors import plural
 from engine.run.metrics import MetricsSeries
 from engine.run.run_plan import RunPlan
 from engine.snapshots import RankReport, Verification
@@ -65,14 +66,14 @@ def _backend(ranks: Sequence[RankReport], backend: str) -> Verification:
         return Verification("backend", None, f"{len(reported)} of {len(ranks)} ranks have reported theirs")
     wanted = None if backend == "auto" else backend
     wrong = [
-        f"rank {number} is in a world of {size} on {name}"
+        f"rank {number} is in a group of {size} on {name}"
         for number, (name, size) in enumerate(reported)
         if size != len(ranks) or (wanted is not None and name != wanted)
     ]
     if wrong:
         return Verification("backend", False, f"{'; '.join(wrong[:3])}; planned are {len(ranks)} on {backend}")
     devices = sorted({rank.device for rank in ranks if rank.device})
-    return Verification("backend", True, f"{reported[0][0]}, world of {len(ranks)}, on {', '.join(devices)}")
+    return Verification("backend", True, f"{reported[0][0]}, {plural(len(ranks), 'rank')}, on {', '.join(devices)}")
 
 
 def _throughput(measured: float | None, predicted: float | None) -> Verification:

@@ -135,7 +135,7 @@ async def test_workers_of_one_content_agree(config: Config, script: Config) -> N
         result = await run_check(check.run, each)
         assert (result.status, result.summary) == (
             CheckStatus.PASS,
-            f"2 workers agree with this machine on {items} items",
+            f"2 nodes agree with this machine on {items} items",
         ), result
         assert result.detail is not None and result.detail.kind == "worker_consistency"
         assert (result.detail.agreement, result.detail.reference) == (1.0, "head")

@@ -217,7 +217,7 @@ async def test_a_file_too_many_and_a_program_that_is_missing_are_fixed_by_the_fi
     for check, config, name in cases:
         result = await run_check_on(check, config, fleet)
         assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name)), result
-        assert f"{name} is " in result.summary and "missing on most workers" in result.summary
+        assert f"{name} is " in result.summary and "missing on most nodes" in result.summary
         await paste(cluster, result.fix_command)
         assert (await run_check_on(check, config, fleet)).status is CheckStatus.PASS
     assert shell(third, 'cd "$HOME/my project" && test -x "run it.sh" && cat own.yaml.aside-*') == "1\n"

@@ -244,7 +244,7 @@ def test_runs_are_listed_newest_first_with_all_their_fields(home: Path, failed: 
 def test_show_tells_cause_fix_proof_and_place(home: Path, failed: MadeRun) -> None:
     done = flightdeck(home, "show", "broken")
     assert done.code == 0
-    for part in ("failed: rank_failed, rank 1 on node1 (exit 3)", "ValueError: no", str(failed.directory.path)):
+    for part in ("failed: rank failed, rank 1 on node1 (exit 3)", "ValueError: no", str(failed.directory.path)):
         assert part in done.out
     assert "\x1b" not in done.out
     document = json.loads(flightdeck(home, "show", failed.id[:12], "--json").out)

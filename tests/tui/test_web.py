@@ -69,7 +69,7 @@ def test_a_text_that_names_such_a_key_is_left_out(read_only: bool) -> None:
     texts += [line.plain for line in run_summary.left(state, kept, 80, tall=True)]
     texts += [line.plain for line in node_detail._node(state, "local-0", 80)]
     texts += [run_summary.next_key(state, fake_engine.task("fuse"), 80).plain]
-    named = ("r here runs it", "x runs it", "s skips", "R resumes", "u F fetches", "r probes", "u lists")
+    named = ("r here runs it", "x runs it", "s skips", "R resumes", "u F fetches", "r probes", "u p publishes")
     assert [key for key in named if any(key in text for text in texts)] == (
         [] if read_only else [*named[:4], *named[5:]]
     )

@@ -13,7 +13,7 @@ from engine.errors import LaunchError, plural
 from engine.models import OVERRIDDEN, CheckResult, CheckStatus, RunRecord, RunState
 from engine.snapshots import RunSnapshot, SeriesMark, ServedRequests
 from tui.commands.terminal import Lines
-from tui.formatting import duration, loss, rate, recovery_summary, span
+from tui.formatting import duration, loss, rate, reason_text, recovery_summary, span
 from tui.task_results import result_lines, served_text
 
 POLL_S = 0.1
@@ -99,7 +99,9 @@ class Follower:
     def _print_attempts(self, snapshot: RunSnapshot) -> None:
         ended = [attempt for attempt in snapshot.attempts if attempt.reason is not None]
         for attempt in ended[self._failed :]:
-            self._lines.say(self._lines.ink(f"attempt {attempt.number}: {attempt.cause or attempt.reason}", "yellow"))
+            self._lines.say(
+                self._lines.ink(f"attempt {attempt.number}: {attempt.cause or reason_text(attempt.reason)}", "yellow")
+            )
         self._failed = max(self._failed, len(ended))
         text = recovery_summary(snapshot) or ""
         if text != self._recovered:
@@ -237,7 +239,7 @@ def print_learned(lines: Lines, snapshot: RunSnapshot, evaluation: RunSnapshot) 
 
 def ending(record: RunRecord) -> str:
     """The reason, the rank and its exit, and the time it took, in one line."""
-    parts = [record.reason.value if record.reason else "ended"]
+    parts = [reason_text(record.reason) or "ended"]
     if record.rank is not None:
         how = f"exit {record.exit_code}" if record.exit_code is not None else ""
         how = f"signal {record.signal}" if record.signal is not None else how

@@ -39,6 +39,7 @@ from tui.formatting import (
     memory,
     quiet_text,
     rate,
+    reason_text,
     result_text,
     resume_text,
     sample_texts,
@@ -101,7 +102,7 @@ def _run_row(record: RunRecord, now: datetime) -> list[str]:
         record.id,
         record.state.value,
         record.task or NOT_MEASURED,
-        record.reason.value if record.reason else NOT_MEASURED,
+        reason_text(record.reason) or NOT_MEASURED,
         ago(record.created_at, now, at_once="now"),
         duration(lasted(record, now)),
         str(record.world_size),
@@ -161,14 +162,14 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     if record.unconfirmed:
         lines.say(f"  {'unconfirmed':<10} {', '.join(record.unconfirmed)}")
     if record.excluded:
-        lines.say(f"  {'left out':<10} {', '.join(record.excluded)}: the files there differ (worker_consistency)")
+        lines.say(f"  {'left out':<10} {', '.join(record.excluded)}: the files there differ")
     for text in snapshot.damage:
         lines.say(f"  {'damage':<10} {text}")
     _show_figures(lines, snapshot)
     _show_attempts(lines, snapshot)
     _show_ranks(lines, snapshot)
     _show_watch(lines, snapshot)
-    how_to_stop = f"to stop it: flightdeck abort {record.id}"
+    how_to_stop = f"; to stop it: flightdeck abort {record.id}"
     for text in (*result_lines(snapshot.task_results, ended=record.state.ended), *serving_lines(snapshot, how_to_stop)):
         lines.say(f"  {text}")
     for label, text in sample_texts(snapshot.samples):

@@ -63,7 +63,7 @@ def test_at_the_beginning_nothing_is_known() -> None:
 @pytest.mark.parametrize("wrong", [{"world_size": 1}, {"backend": "mpi"}])
 def test_a_rank_that_trains_alone_or_elsewhere_is_named(wrong: dict[str, Any]) -> None:
     line = lines(STARTED, replace(STARTED, **wrong))["backend"]
-    assert line.good is False and line.text.startswith("rank 1 is in a world of")
+    assert line.good is False and line.text.startswith("rank 1 is in a group of")
 
 
 def test_one_rank_without_a_reported_backend_leaves_it_unknown() -> None:
