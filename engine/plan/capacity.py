@@ -121,7 +121,8 @@ def _with_keys(inputs: PlanInputs, kind: str, keys: Mapping[str, int]) -> PlanIn
     """One sequence per rank, or `batch_size` of them, and equal shares; no calibration: that is of other sizes."""
     job, ranks = inputs.config.job, len(inputs.config.nodes)
     layers = {} if "num_layers" in job.given else {"num_layers": with_defaults({"fine_tune_type": kind})["num_layers"]}
-    settings = {**job.mlx_lm, **layers, **keys, "fine_tune_type": kind, "batch_size": keys.get("batch_size", 1) * ranks}
+    settings = {**job.mlx_lm, **layers, **keys, "fine_tune_type": kind, "batch_tokens": None}
+    settings["batch_size"] = keys.get("batch_size", 1) * ranks
     nodes = tuple(node.model_copy(update={"share": None}) for node in inputs.config.nodes)
     job = job.model_copy(update={"fine_tune_type": kind, "mlx_lm": settings})
     config = inputs.config.model_copy(update={"job": job, "nodes": nodes})

@@ -89,10 +89,11 @@ def test_a_node_that_was_never_probed_has_no_figure_but_a_reason() -> None:
 
 
 def test_what_the_job_sets_is_kept() -> None:
-    free, bound = (
+    free, bound, by_tokens = (
         largest_batch(alone(64, SHALLOW, settings=settings))
-        for settings in ({}, {"num_layers": 8, "grad_checkpoint": False})
+        for settings in ({}, {"num_layers": 8, "grad_checkpoint": False}, {"batch_tokens": 4096})
     )
+    assert by_tokens == free
     assert 0 < (bound[0].amount or 0) < (free[0].amount or 0)
     assert [getattr(row.settings, "grad_checkpoint", None) for row in bound] == [False] * 4
 
