@@ -172,14 +172,14 @@ async def test_the_chart_is_the_largest_thing_of_a_runs_view(fake: FakeEngine, s
 
 
 async def test_what_is_well_is_folded_until_the_pane_is_maximised(fake: FakeEngine) -> None:
-    verified = (Verification("backend", True, "ring, world of 2"), Verification("GPU use", None, "on the CPU"))
+    verified = (Verification("backend", True, "ring, 2 ranks"), Verification("GPU use", None, "on the CPU"))
     fake.add(run := replace(fake_engine.running(), verification=verified))
     async with opened(fake) as console:
         await console.press("4")
         await console.shows("✓ as expected: backend   ? not known: GPU use")
         assert "exchange" not in console.screen
         await console.press("z")
-        await console.shows("ring, world of 2")
+        await console.shows("ring, 2 ranks")
         assert "exchange" in console.screen
         await console.press("z")
         await console.shows("✓ as expected: backend   ? not known: GPU use")

@@ -235,7 +235,7 @@ def test_a_launch_that_preflight_blocks_exits_1_with_the_fix_and_fixed_its_logs_
     assert blocked.code == 1
     assert "fail  program_present" in blocked.out
     assert f"fix: chmod +x {script}" in blocked.out
-    assert "failed: preflight_failed" in blocked.out
+    assert "failed: preflight failed" in blocked.out
     script.chmod(0o755)
     launched = running("launch", "-c", str(file), *QUICK, "--follow")
     wait_for(launched, "running")

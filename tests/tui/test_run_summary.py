@@ -18,7 +18,7 @@ from tui.state import DeckState
 from tui.widgets.run_summary import SHOWN_ALARMS, alarms, outcome, rank_line, rank_table, verification
 
 LINES = (
-    Verification("backend", True, "ring, world of 2, on Device(gpu, 0)"),
+    Verification("backend", True, "ring, 2 ranks, on Device(gpu, 0)"),
     gpu_line({}),
     Verification("loss", False, "finite and not falling: 2.000 to 2.100"),
     Verification("replicas", False, "NOT equal at iteration 40"),
@@ -107,7 +107,7 @@ def test_a_completed_run_tells_what_it_waits_for() -> None:
 def test_where_there_is_little_room_only_what_is_wrong_is_told() -> None:
     snapshot = watched()
     shown = text(verification(state(snapshot), snapshot, 80, every=False))
-    assert "NOT equal" in shown and "not falling" in shown and "world of 2" not in shown
+    assert "NOT equal" in shown and "not falling" in shown and "ring, 2 ranks" not in shown
 
 
 def test_gpu_use_comes_from_telemetry_while_somebody_looks() -> None:
