@@ -48,6 +48,9 @@ def shapes(rows: Sequence[int], max_length: int, *, sequences: int = 1, budget: 
 
 
 def suggested_budget(rows: Sequence[int], sequences: int, most: int | None) -> int:
-    """Inputs of a batch that has about so many `sequences`, at most as many as memory has room for (`most`)."""
-    wanted = _STEP * math.ceil(sequences * sum(rows) / len(rows) / _STEP)
+    """Inputs of a batch in place of one of so many `sequences`: as many as that has in the mean, or a quarter of the
+    largest, so that a tail of long rows neither makes steps tiny nor takes half of its memory; at most as many as there
+    is room for (`most`)."""
+    wanted = max(sequences * sum(rows) / len(rows), min(sequences, len(rows)) * rows[0] / 4)
+    wanted = _STEP * math.ceil(wanted / _STEP)
     return wanted if most is None else max(1, min(wanted, most))

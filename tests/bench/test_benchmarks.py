@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 NAMED = set(re.findall(r"tests\.bench\.(\w+)", (ROOT / "docs" / "benchmarks.md").read_text()))
 SMALLEST = {
     "abort": ["--rounds", "1"],
+    "batches": ["--only", "alpaca-like, 100", "--seconds", "0.1"],
     "calibration": ["--rounds", "1", "--seconds", "2", "--iters", "8"],
     "checkpoint_cost": ["--iterations", "5"],
     "chunks": ["50000"],
