@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -196,16 +197,21 @@ def _write(files: Mapping[str, list[Path]], target: Path, options: Mapping[str, 
     """Raises DataError, OSError."""
     make_private(target.parent)
     for folder in target.parent.iterdir():
-        if time.time() - folder.stat().st_mtime > _KEPT_S:
-            shutil.rmtree(folder, ignore_errors=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.mkdir()
+        # Another process may remove or rename it.
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _KEPT_S:
+                shutil.rmtree(folder)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         conversion = _Conversion(temporary, files, options)
         conversion.run()
         (temporary / _REPORT).write_text(json.dumps(conversion.about), encoding="utf-8")
-        # Another process may have been faster.
-        with contextlib.suppress(OSError):
+        try:
             temporary.rename(target)
+        except OSError:
+            # Another process was faster, or the folder is not whole.
+            if not (target / _REPORT).is_file():
+                shutil.rmtree(target)
+                temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -211,7 +211,7 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
         return {"problem": f"{type(error).__name__}: {error}"}
     refused = [refusal for trial in trials for refusal in trial.refused.values()]
     measured = {"tallies": {str(trial.path): trial.tally for trial in trials}}
-    return {"refused": refused[:_REFUSED], **measured, "lengths": {str(trial.path): trial.lengths for trial in trials}}
+    return {"refused": refused[:_REFUSED], **measured, "lengths": dict(zip(files, (trial.lengths for trial in trials)))}  # noqa: B905
 
 
 def probe_rows(model: str, settings: str, count: str, file: str) -> dict[str, Any]:

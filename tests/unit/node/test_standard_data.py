@@ -461,8 +461,18 @@ def test_the_same_content_is_converted_once_and_has_the_same_bytes(
     monkeypatch.setenv("FLIGHTDECK_HOME", str(home / "other"))
     other = standard_data(tmp_path / "two" / "qa.csv", OPTIONS).folder
     assert other != first and other.name == first.name and (other / "train.jsonl").read_bytes() == raw
+    # One that is not whole is made anew.
+    (other / "conversion.json").unlink()
+    assert standard_data(tmp_path / "two" / "qa.csv", OPTIONS).folder == other and (other / "conversion.json").exists()
     (tmp_path / "two" / "qa.csv").write_text(f"{CSV}3,wind?,calm\n")
     assert standard_data(tmp_path / "two" / "qa.csv", OPTIONS).folder.name != first.name
+
+
+def test_many_processes_convert_the_same_at_once(tmp_path: Path) -> None:
+    (tmp_path / "qa.csv").write_text("question,answer\n" + "".join(f"{row}?,b\n" for row in range(3000)))
+    argv = [sys.executable, "-c", MEMORY, str(tmp_path / "qa.csv"), json.dumps(OPTIONS)]
+    children = [subprocess.Popen(argv, cwd=Path(__file__).parents[3], stdout=subprocess.DEVNULL) for _ in range(4)]
+    assert [child.wait() for child in children] == [0] * 4
 
 
 def test_a_folder_of_mlx_lm_is_left_as_it_is(tmp_path: Path) -> None:

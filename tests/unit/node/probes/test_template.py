@@ -189,6 +189,17 @@ def test_text_that_has_no_prompt_to_mask_is_refused(model: Path, tmp_path: Path)
     assert rows_refused(found, SETTINGS) == [f"{tmp_path / 'train.jsonl'}: {template.TEXT_MASKED}"]
 
 
+@pytest.mark.usefixtures("home")
+def test_the_lengths_of_data_of_another_kind_are_told_by_the_name_that_was_asked_for(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "qa.csv").write_text("question,answer\n" + "level?,three zero\n" * 9)
+    asked = str(tmp_path / "qa.csv" / "train.jsonl")
+    keys = {**KEYS, "mask_prompt": False, "trust_remote_code": False, "max_seq_length": 64, "data": {"valid": 0}}
+    report = TemplateReport.model_validate(template.probe_template(str(model), json.dumps(keys), asked))
+    assert [sum(lengths.values()) for lengths in report.lengths.values()] == [9] and [*report.lengths] == [asked]
+
+
 @pytest.mark.parametrize("form", ["text", "chat"])
 def test_rows_are_shown_as_the_trainer_has_them(model: Path, tmp_path: Path, form: str) -> None:
     rows = [{"text": f"level {number}"} if form == "text" else chat("level?", f"three {number}") for number in range(9)]
