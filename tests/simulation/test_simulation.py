@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.needs import required
 from tests.simulation.command import first_violation
 from tests.simulation.plants import PLANTS, planted
 from tests.simulation.scenario import Scenario
@@ -15,8 +14,8 @@ from tests.simulation.shrinking import shrink
 from tests.simulation.simulate import simulate, virtual_engine
 
 SEED = 1
-PARTS, HISTORIES = 10, 500 if required() else 100
-"""CI has 5,000: 40 s of a core."""
+PARTS, HISTORIES = 10, 100
+"""Seven seconds of a core. CI has 5,000 histories, beside its check of the types (.ci/run)."""
 
 
 @pytest.fixture(autouse=True)
