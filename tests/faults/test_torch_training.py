@@ -68,16 +68,24 @@ def went_on(run: ClusterRun) -> dict[int, float]:
     return found
 
 
-SAMPLE = pytest.param("fsdp", ("ana",), id="fsdp-1")
-"""Each rank costs five seconds of a core at each start."""
-OTHERS = [
-    pytest.param(division, names, id=f"{division}-{len(names)}", marks=pytest.mark.slow)
-    for division in DIVISIONS
-    for names in (FOUR[:2], FOUR)
-]
+def test_a_training_succeeds(nodes: Cluster, home: Path) -> None:
+    """On one node: each rank costs five seconds of a core at each start. That a second attempt goes on from what the
+    first has saved is in tests/torch, and that the head starts one in test_recovery."""
+    run = start_on(nodes, home, torch_training(nodes, home, "fsdp", ("ana",), iters=4))
+    record = run.ended()
+    assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 1), run.troubles()
+    assert (record.backend, record.world_size, record.iteration) == ("gloo", 1, 4)
+    assert list(losses(run)) == trained(run) == [1, 2, 3, 4]
+    (start,) = (
+        event for event in map(json.loads, run.dir.events(0).read_text().splitlines()) if event["event"] == "start"
+    )
+    assert (start["strategy"], start["world_size"]) == ("fsdp", 1)
+    assert "rank 0 of 1 on ana: loading" in run.dir.log(0).read_text()
 
 
-@pytest.mark.parametrize(("division", "names"), [SAMPLE, *OTHERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("names", [FOUR[:1], FOUR[:2], FOUR], ids=len)
 def test_a_killed_rank_is_recovered(nodes: Cluster, home: Path, division: str, names: tuple[str, ...]) -> None:
     run = start_on(nodes, home, torch_training(nodes, home, division, names))
     await_checkpoint(run)

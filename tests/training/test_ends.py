@@ -64,6 +64,8 @@ def test_the_survivor_of_a_killed_rank_reports_a_lost_peer(tiny: Tiny, tmp_path:
     assert run.events(1, "failure") == []
 
 
+# test_update.py has it on one rank: all decide by the same sum.
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_on_every_rank(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(learning_rate=1e30, optimizer="sgd", iters=50), shares=BOTH)
     assert [record.code for record in run.ended()] == [4, 4]

@@ -25,6 +25,8 @@ SMALL = (80, 24)
 WIDE = (160, 45)
 SIZES = (SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE)
 """The middle one shows little that the others do not."""
+SIZE = (SMALL, *(pytest.param(size, marks=pytest.mark.slow) for size in (DASHBOARD, WIDE)))
+"""For what keys do, which no size changes: the smallest has the least room for what is said of it."""
 PATIENCE_S = 60.0
 """A run of real ranks may need some of it."""
 

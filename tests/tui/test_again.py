@@ -14,7 +14,7 @@ from engine.config.models import Config
 from engine.models import RunState
 from engine.snapshots import ResultFile, RunResult, RunSnapshot
 from tests.tui import fake_engine
-from tests.tui.conftest import SIZES, Console, opened
+from tests.tui.conftest import SIZE, Console, opened
 from tests.tui.fake_engine import FakeEngine, configuration
 from tui.screens.settings import SettingsForm
 
@@ -32,7 +32,7 @@ async def shown(console: Console) -> None:
     await console.until(lambda: console.app.state.snapshot is not None, "the run")
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 async def test_the_ways_to_start_it_again_are_said_before_one_is_taken(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.add(aborted())
     async with opened(fake, size=size, follow=RUN) as console:
@@ -70,7 +70,7 @@ async def test_what_has_changed_is_named_and_asked_for(fake: FakeEngine) -> None
         await console.until(lambda: fake.repeated == [(RUN, {})], "the repetition")
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 async def test_a_run_is_run_again_with_other_settings_beside_their_plan(
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:

@@ -14,7 +14,7 @@ from engine.api import ChatExchange
 from engine.errors import InputError, LaunchError
 from engine.snapshots import RunSnapshot, TrainedFile
 from tests.tui import fake_engine
-from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.conftest import DASHBOARD, SIZE, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
 
 TRAINED: Final = TrainedFile("/home/ana/adapters.safetensors", 7, "local-0", "mlx_lm generate")
@@ -32,7 +32,7 @@ async def chatting(fake: FakeEngine, *, size: tuple[int, int] = DASHBOARD) -> As
         yield console
 
 
-@pytest.mark.parametrize("size", [SMALL, DASHBOARD])
+@pytest.mark.parametrize("size", SIZE)
 async def test_two_keys_lead_from_the_end_of_a_run_to_an_answer(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.serving.set()
     async with chatting(fake, size=size) as console:

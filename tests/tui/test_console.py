@@ -10,7 +10,7 @@ from engine.errors import LaunchError
 from engine.models import RunState
 from engine.snapshots import StopProgress
 from tests.tui import fake_engine
-from tests.tui.conftest import DASHBOARD, SMALL, opened
+from tests.tui.conftest import SIZE, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.screens.dialog import Confirm, ConfirmLaunch, Welcome
 from tui.screens.help import Help
@@ -191,7 +191,7 @@ async def test_a_run_that_goes_on_unseen_is_in_the_header_and_abort_says_how_to_
         assert "idle" not in console.screen
 
 
-@pytest.mark.parametrize("size", [SMALL, DASHBOARD, (160, 45)], ids=str)
+@pytest.mark.parametrize("size", SIZE, ids=str)
 async def test_the_plans_view_has_no_figure_of_the_run_before(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.add(fake_engine.succeeded())
     async with opened(fake, size=size, follow="20260313-091532-demo-e84f") as console:

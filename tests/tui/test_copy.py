@@ -10,7 +10,7 @@ import pytest
 from engine.models import CheckResult, CheckStatus
 from engine.snapshots import RunResult, TrackerStatus, TrainedFile
 from tests.tui import fake_engine, macs
-from tests.tui.conftest import DASHBOARD, SMALL, opened
+from tests.tui.conftest import SIZE, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.screens.use import Choices
 
@@ -19,7 +19,7 @@ USED = TrainedFile("/a b/adapters/adapters.safetensors", 1_500_000, macs.names(1
 THERE = f"ssh ana@{USED.node}.local {shlex.quote(COMMAND)}"
 
 
-@pytest.mark.parametrize("size", [SMALL, DASHBOARD])
+@pytest.mark.parametrize("size", SIZE)
 async def test_a_command_of_another_node_is_copied_whole_with_ssh_and_which_one_is_asked(
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from engine.failures.explanation import explain
 from engine.failures.signatures import BY_ID
 from tests.tui import fake_engine
-from tests.tui.conftest import opened
+from tests.tui.conftest import SIZE, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.widgets.run_pane import RunPane
 
@@ -17,7 +17,7 @@ RUN = "20260314-134500-demo-b71c"
 LONGEST = max(BY_ID.values(), key=lambda signature: len(signature.cause) + len(signature.fix)).id
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 36)], ids=["80x24", "120x36"])
+@pytest.mark.parametrize("size", SIZE, ids=lambda size: f"{size[0]}x{size[1]}")
 @pytest.mark.parametrize("known", [LONGEST, "ring.connect", "jaccl.pd", "launch.python_missing", "import.mlx"])
 async def test_the_cause_and_the_fix_are_there_whole_and_the_fix_is_copied(
     fake: FakeEngine, known: str, size: tuple[int, int]

@@ -6,7 +6,7 @@ import pytest
 
 from engine.models import CheckResult, CheckStatus
 from tests.tui import fake_engine
-from tests.tui.conftest import SIZES, opened
+from tests.tui.conftest import SIZE, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.screens.fix import ConfirmFix
 from tui.widgets.text import FOLDED, folded
@@ -22,7 +22,7 @@ COPY = CheckResult(
 )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 async def test_a_copy_between_nodes_is_run_on_this_machine_after_a_confirmation(
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:
@@ -46,7 +46,7 @@ def test_a_command_is_folded_after_some_lines() -> None:
     assert folded("one\ntwo\nthree\nfour\nfive", 78).splitlines()[FOLDED:] == ["… and 2 more lines"]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 async def test_a_failed_check_is_skipped_with_a_reason_at_the_next_launch(
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:

@@ -10,7 +10,7 @@ from textual.content import Content
 from engine.models import RunRecord, RunState
 from engine.snapshots import RunSnapshot
 from tests.tui import fake_engine
-from tests.tui.conftest import SIZES, Console, opened
+from tests.tui.conftest import SIZE, Console, opened
 from tests.tui.fake_engine import NOW, FakeEngine
 from tui.state import DeckState
 from tui.widgets import history_pane
@@ -37,7 +37,7 @@ def listed(console: Console) -> list[str]:
     return [run for text in console.app.deck.history.query_one(RowList).texts for run in ids if run in text]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 async def test_a_filter_narrows_the_list_and_escape_removes_it(runs: FakeEngine, size: tuple[int, int]) -> None:
     async with opened(runs, size=size) as console:
         await console.press("5", "slash", *"state:failed", "enter")
@@ -90,7 +90,7 @@ async def test_what_is_no_tag_is_said_in_the_prompt(runs: FakeEngine) -> None:
         assert runs.annotated == []
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 async def test_enter_describes_a_run_and_enter_again_opens_it(runs: FakeEngine, size: tuple[int, int]) -> None:
     async with opened(runs, size=size) as console:
         await console.press("5", "G", "enter")
@@ -108,7 +108,7 @@ async def test_enter_describes_a_run_and_enter_again_opens_it(runs: FakeEngine, 
         assert console.app.state.snapshot is not None and console.app.state.snapshot.record.id == ABORTED
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 async def test_marked_runs_are_compared(runs: FakeEngine, size: tuple[int, int]) -> None:
     async with opened(runs, size=size) as console:
         await console.press("5", "space", "space")
@@ -149,7 +149,7 @@ async def test_a_runs_colour_stays_when_another_is_pinned_or_compared(runs: Fake
         assert len(set(styles().values())) == 2
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 async def test_a_run_is_deleted_after_it_was_said_what_that_frees(runs: FakeEngine, size: tuple[int, int]) -> None:
     async with opened(runs, size=size) as console:
         await console.press("5", "ctrl+k")

@@ -11,7 +11,7 @@ import pytest
 from engine.models import RunRecord
 from engine.snapshots import RunSnapshot
 from tests.tui import fake_engine
-from tests.tui.conftest import DASHBOARD, SMALL, opened
+from tests.tui.conftest import SIZE, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.screens.dialog import Welcome
 
@@ -33,7 +33,7 @@ class TwoRuns(FakeEngine):
         return new[SECOND].record
 
 
-@pytest.mark.parametrize("size", [SMALL, DASHBOARD, (160, 45)], ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("size", SIZE, ids=lambda size: f"{size[0]}x{size[1]}")
 async def test_a_person_tries_another_learning_rate_compares_and_resumes_in_twenty_keys(
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:

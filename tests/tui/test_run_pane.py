@@ -25,7 +25,7 @@ from engine.snapshots import (
     Verification,
 )
 from tests.tui import fake_engine
-from tests.tui.conftest import SMALL, opened
+from tests.tui.conftest import SIZES, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.glyphs import FAIL, PENDING, STALE, STOPPED, WARN
 from tui.screens.dialog import Confirm
@@ -67,7 +67,7 @@ async def test_at_80x24_the_plan_fits_with_the_one_key_that_goes_on(fake: FakeEn
             await console.shows(text)
 
 
-@pytest.mark.parametrize("size", [SMALL, (120, 36), (160, 45)])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("end", [fake_engine.trained, fake_engine.aborted, fake_engine.failed])
 async def test_of_a_run_that_has_ended_the_curve_has_half_of_its_pane(
     fake: FakeEngine, size: tuple[int, int], end: Callable[[], RunSnapshot]
@@ -305,7 +305,7 @@ async def test_no_check_is_out_of_sight_on_the_dashboard(fake: FakeEngine) -> No
         await console.shows("check 0 ")
 
 
-@pytest.mark.parametrize("size", [SMALL, (120, 36), (160, 45)])
+@pytest.mark.parametrize("size", SIZES)
 async def test_each_check_has_its_place_and_its_words_before_it_begins(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.add(fake_engine.starting())
     async with opened(fake, size=size) as console:

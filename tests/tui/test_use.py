@@ -13,7 +13,7 @@ from engine.api import TaskRequest
 from engine.models import RunState
 from engine.snapshots import RunResult, RunSnapshot
 from tests.tui import fake_engine
-from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.conftest import DASHBOARD, SIZE, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.screens.use import Choices
 
@@ -27,7 +27,7 @@ async def showing(fake: FakeEngine, run: str = SOURCE, size: tuple[int, int] = D
         yield console
 
 
-@pytest.mark.parametrize("size", [SMALL, DASHBOARD])
+@pytest.mark.parametrize("size", SIZE)
 async def test_u_lists_what_a_result_is_good_for(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.add(fake_engine.trained())
     async with showing(fake, size=size) as console:

@@ -29,7 +29,7 @@ from engine.store.store import Store
 from tests.tui import fake_engine
 from tests.tui.browser import opened as opened_page
 from tests.tui.commands import FLIGHTDECK, environment, flightdeck
-from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.conftest import SIZE, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tests.tui.test_actions import RUNNING
 from tests.unit.run.run_maker import MadeRun
@@ -75,7 +75,7 @@ def test_a_text_that_names_such_a_key_is_left_out(read_only: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [SMALL, DASHBOARD])
+@pytest.mark.parametrize("size", SIZE)
 async def test_a_key_that_would_change_something_says_why_it_does_not(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.add(fake_engine.running(), fake_engine.failed())
     async with opened(fake, size=size, read_only=True) as console:

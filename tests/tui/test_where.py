@@ -11,7 +11,7 @@ from engine.config.load import load_config
 from engine.models import RunState
 from engine.snapshots import RunSnapshot, Series
 from tests.tui import fake_engine
-from tests.tui.conftest import SIZES, SMALL, opened
+from tests.tui.conftest import SIZE, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.actions import bar
 from tui.formatting import span
@@ -21,7 +21,7 @@ from tui.widgets.plan_summary import overview
 from tui.widgets.run_summary import figures
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 async def test_in_the_morning_the_end_of_the_nights_run_is_shown_first(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.add(fake_engine.failed(), fake_engine.succeeded())
     async with opened(fake, size=size) as console:
@@ -38,7 +38,7 @@ async def test_a_run_of_the_day_before_is_not(fake: FakeEngine) -> None:
         assert console.app.state.snapshot is None
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZE)
 async def test_esc_leads_back_to_the_history_from_which_a_run_was_opened(
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:
