@@ -12,7 +12,7 @@ from engine.checks.fixes import Fix
 from engine.checks.interpreter import Interpreter
 from engine.cluster.transport.base import quoted
 from engine.models import NodeFacts
-from engine.plan.context import version_numbers
+from engine.protocol.partition import version_numbers
 
 DRIVERS = {"mlx-cuda-13": (580,), "mlx-cuda-12": (550, 54, 14)}
 """Package of the build -> the oldest NVIDIA driver for its CUDA."""

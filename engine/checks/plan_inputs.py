@@ -36,12 +36,13 @@ from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemor
 from engine.plan.fingerprint import latest_matching
 from engine.plan.memory.choice import is_open
 from engine.plan.memory.choice import resolved as with_chosen
-from engine.plan.memory.fit import FUSED_SINCE, memory_fit
+from engine.plan.memory.fit import memory_fit
 from engine.plan.memory.shape import ModelShape
 from engine.plan.network import plan_network
 from engine.plan.planner import make_plan
 from engine.plan.shares import divide_batch
 from engine.protocol.job import Strategy
+from engine.protocol.partition import FUSED_SINCE
 from engine.security.paths import default_roots, make_home, validate_path
 from engine.security.redact import REDACTED, is_public
 from engine.security.sanitise import json_or_none

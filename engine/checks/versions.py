@@ -24,7 +24,7 @@ from engine.checks.plan_inputs import chosen_job
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, JobConfig, NodeConfig
 from engine.models import CheckResult, NodeFacts
-from engine.plan.context import version_numbers
+from engine.protocol.partition import version_numbers
 
 NAME = "versions_match"
 

@@ -4,8 +4,8 @@ Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's 
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
 `adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
 `learning_rate` "auto" (the rule is here), `optimizer_precision`, `moments`, `max_grad_norm`, `wire`, LOCAL_KEYS,
-TORCH_KEYS, SAMPLE_KEYS, `epochs`, `save_best`, `patience` and `compile_on_cpu` are ours, model and data have no
-default, and Hugging Face data sets are not read."""
+TORCH_KEYS, SAMPLE_KEYS, `epochs`, `save_best`, `patience`, `sequence_tiling` and `compile_on_cpu` are ours, model and
+data have no default, and Hugging Face data sets are not read."""
 
 from __future__ import annotations
 
@@ -199,6 +199,9 @@ KEYS: dict[str, Key] = {
     "grad_checkpoint": Key(Form(bool | Literal["auto"] | _Count,
         'true or false for all layers or none, a whole number, 1 or more, or "auto"'), AUTO,
         "Layers of each rank whose activations are recomputed in the backward pass, to save memory."),
+    "sequence_tiling": Key(Form(Literal["auto"] | _NotNegative, 'a whole number, 0 for none, or "auto"'), AUTO,
+        "Tokens of each sequence that attention (where MLX does not do that itself) and MLPs compute at a time, and "
+        "again in the backward pass, for long sequences. auto: where the job fits only with it. Not in mlx-lm."),
     "clear_cache_threshold": Key(
         Form(_NotNegative, 'bytes as a whole number, 0 or more, or as in "2GB" or "500MB" (10⁹ and 10⁶ bytes)'), 0,
         "Size of MLX's cache in bytes above which it is cleared; 0 means 1 GiB, and on a CUDA GPU all that is free."),
@@ -291,7 +294,7 @@ LOCAL_KEYS = ("local_steps", "outer_learning_rate", "outer_momentum")
 TORCH_KEYS = ("sharding", "zero_stage", "offload", "nvme_path", "precision")
 """Those of framework "torch" alone."""
 SAMPLE_KEYS = ("sample_prompts", "sample_every", "sample_tokens")
-_OF_MLX = ("optimizer_precision", "moments", "wire", "compile_on_cpu", "clear_cache_threshold")
+_OF_MLX = ("optimizer_precision", "moments", "sequence_tiling", "wire", "compile_on_cpu", "clear_cache_threshold")
 MLX_KEYS = (*_OF_MLX, *LOCAL_KEYS, *SAMPLE_KEYS)
 """Those of framework "mlx" alone."""
 TORCH_OPTIMIZERS = ("adam", "adamw", "sgd")

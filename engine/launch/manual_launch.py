@@ -113,7 +113,9 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
     settings["grad_checkpoint"] = recomputed not in (False, AUTO)
     if settings["grad_checkpoint"] and recomputed is not True:
         notes.append("mlx-lm recomputes all layers or none: grad_checkpoint is true here")
-    for key in ("max_grad_norm", "save_best", "patience"):
+    if settings.get("sequence_tiling") == AUTO:
+        del settings["sequence_tiling"]
+    for key in ("max_grad_norm", "save_best", "patience", "sequence_tiling"):
         if settings.pop(key, None):
             notes.append(f"mlx-lm has no {key}: it is left out")
     epochs = settings.pop("epochs", None)

@@ -4,7 +4,6 @@ and reads neither files nor the clock."""
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -104,11 +103,6 @@ def job_iterations(settings: Mapping[str, Any], examples: int | None) -> int | N
     if epochs is None:
         return int(settings["iters"])
     return epoch_iterations(float(epochs), examples // int(settings["batch_size"])) if examples is not None else None
-
-
-def version_numbers(version: str | None) -> tuple[int, ...]:
-    """(0, 32, 4) of "0.32.4.dev1"; () if it is not known, which is before all."""
-    return tuple(map(int, re.findall(r"[0-9]{1,6}", version or "")[:3]))
 
 
 @dataclass(frozen=True, kw_only=True)

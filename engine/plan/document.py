@@ -139,11 +139,14 @@ class ChosenSettings(FrozenModel):
     moments: str = "float32"
     grad_checkpoint: bool | int = False
     """Trained layers of each rank that are recomputed in the backward pass, from its first; true: all."""
+    sequence_tiling: int = 0
+    """Tokens of each sequence that attention and MLPs compute at a time; 0: all."""
 
     @property
     def text(self) -> str:
         count = self.grad_checkpoint
         layers = f", {'all' if count is True else count} layers recomputed" if count else ""
+        layers += f", in tiles of {self.sequence_tiling:,} tokens" if self.sequence_tiling else ""
         return f"optimizer_precision {self.optimizer_precision}, moments {self.moments}{layers}"
 
 
@@ -433,6 +436,8 @@ class MemorySection(FrozenModel):
     ranks: tuple[RankMemory, ...]
     ways_out: tuple[WayOut, ...] = ()
     """Empty where the job fits."""
+    attention: dict[str, str] | None = None
+    """By node: MLX's own gradient from tiles of the scores is used, or why not."""
 
 
 class TorchCandidate(FrozenModel):

@@ -17,7 +17,7 @@ Measured = TypeVar("Measured", Calibration, Scaling)
 STEP_KEYS = (
     "batch_size", "batch_tokens", "compile_on_cpu", "grad_accumulation_steps", "grad_checkpoint", "lora_parameters",
     "mask_prompt", "max_seq_length", "num_layers", "optimizer", "optimizer_config", "optimizer_precision", "moments",
-    "wire",
+    "sequence_tiling", "wire",
 )  # fmt: skip
 """The mlx-lm keys that affect the time or memory of a step."""
 

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InputError, spans
-from engine.plan.context import PlanContext, version_numbers
+from engine.plan.context import PlanContext
 from engine.plan.document import Rationale
 from engine.plan.memory.architecture import Architecture, Layer, Matrix
 from engine.plan.memory.shape import OF_LAYER, ModelShape, quantized_as, trained_element_bytes
 from engine.protocol.launchers import nested_in_command
+from engine.protocol.partition import version_numbers
 from engine.security.sanitise import plain
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -98,6 +98,8 @@ class Job:
     test_batches: int = 500
     max_seq_length: int = 2048
     grad_checkpoint: bool | int = False
+    sequence_tiling: int = 0
+    """Tokens of a tile; 0: none."""
     grad_accumulation_steps: int = 1
     clear_cache_threshold: int = 0
     """Bytes of freed memory that MLX may keep; 0: 1 GiB."""
@@ -141,8 +143,9 @@ class Job:
         adapter_path = raw.get("adapter_path")
         chosen["adapter_path"] = workdir / Path(adapter_path).expanduser() if adapter_path else home / "adapters"
         chosen["home"] = home
-        if chosen.get("grad_checkpoint") == AUTO:
-            chosen["grad_checkpoint"] = False
+        for key in ("grad_checkpoint", "sequence_tiling"):
+            if chosen.get(key) == AUTO:
+                del chosen[key]
         if chosen.get("learning_rate") == AUTO:
             chosen["rate_by_rule"] = bool(chosen.pop("learning_rate"))
         chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
@@ -247,10 +250,11 @@ def update_elements(elements: int) -> int:
 
 def config_hash(raw: dict[str, Any]) -> str:
     """SHA-256 of the job as the head wrote it: equal on all ranks of all attempts. It does not depend on the layer
-    split, so that another number of ranks can resume with another split; nor on the form of the optimizer's state,
-    which a saved state shows itself; nor on what it is asked meanwhile; nor on how the ranks of a PyTorch job divide
-    it."""
-    left_out = {"layer_split", "optimizer_precision", "moments", "sample_prompts", "sample_every", "sample_tokens"}
+    split, so that another number of ranks can resume with another split; nor on tiles; nor on the form of the
+    optimizer's state, which a saved state shows itself; nor on what it is asked meanwhile; nor on how the ranks of a
+    PyTorch job divide it."""
+    left_out = {"layer_split", "sequence_tiling", "optimizer_precision", "moments"}
+    left_out |= {"sample_prompts", "sample_every", "sample_tokens"}
     if raw.get("framework") == "torch":
         left_out |= {"strategy", "grad_checkpoint", *(entry.name for entry in fields(TorchSettings))}
     job = {key: value for key, value in raw.items() if key not in left_out}

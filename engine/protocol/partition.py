@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -147,6 +147,37 @@ def cuda_width(inputs: int) -> int:
 
 
 CUDA_QUERIES, CUDA_PADDED = 128, 1000
+Fusing = Literal["", "metal", "cuda"]
+"""The device whose MLX computes attention's gradient from tiles of the scores; "" where none does."""
+FUSED_SINCE = (0, 32, 4)
+"""The first MLX with attention's gradient in tiles on Metal: libmlx 0.32.3 lacks it."""
+FUSED_HEAD_DIMS = frozenset({64, 72, 80, 96, 128, 192, 256})
+"""Sizes of heads whose attention MLX differentiates on Metal in tiles: more than 8 tokens, a mask that is none or
+"causal", no sinks, and any type (ScaledDotProductAttention::use_fallback with a logsumexp, libmlx 0.32.4). On CUDA 16
+bits, and up to 128 in multiples of 8."""
+
+
+def version_numbers(version: str | None) -> tuple[int, ...]:
+    """(0, 32, 4) of "0.32.4.dev1"; () if it is not known, which is before all."""
+    return tuple(map(int, re.findall(r"[0-9]{1,6}", version or "")[:3]))
+
+
+def fusing_device(device: str, mlx: str | None, environment: Mapping[str, str], capability: tuple[int, ...]) -> Fusing:
+    """`device`: "CUDA", or another GPU; `mlx`: its version; `capability`: the CUDA GPU's."""
+    if device == "CUDA":
+        return "cuda" if capability >= (8,) and environment.get("MLX_CUDA_USE_CUDNN_SDPA", "1") != "0" else ""
+    fuses = version_numbers(mlx) >= FUSED_SINCE and environment.get("MLX_SDPA_VJP_FALLBACK", "0") == "0"
+    return "metal" if fuses else ""
+
+
+def fuses_attention(device: Fusing, head_dim: int | None, tokens: int, element_bytes: int) -> bool:
+    """MLX computes the gradient of an attention with this size of heads, and a mask that is none or "causal", from
+    tiles."""
+    if device == "cuda":
+        return element_bytes == 2 and head_dim in range(8, 129, 8) and tokens >= CUDA_PADDED
+    return device == "metal" and head_dim in FUSED_HEAD_DIMS
+
+
 _LOGIT_BYTES = 128 * 2**20
 """Limit of one array of a chunk's logits, in float32. With 64 tokens and more a GPU computes longer than it reads the
 head's weights, and there are several such arrays."""

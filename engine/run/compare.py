@@ -356,7 +356,7 @@ def _skew(slow: ComparedRun, fast: ComparedRun) -> Reasons:
 
 def _settings(slow: ComparedRun, fast: ComparedRun) -> Reasons:
     one, other = slow.decided, fast.decided
-    for key in ("grad_checkpoint", "optimizer_precision", "moments", "layers of each rank"):
+    for key in ("grad_checkpoint", "sequence_tiling", "optimizer_precision", "moments", "layers of each rank"):
         if not _same(one.get(key), other.get(key)):
             yield 0.2, f"{key} was {_text_of(one.get(key))}, not {_text_of(other.get(key))}"
     versions, others = _versions(slow), _versions(fast)

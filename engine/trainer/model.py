@@ -21,6 +21,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from engine.node.bootstrap import make_private
 from engine.protocol.job import Job, JobError
 from engine.protocol.safetensors import misfit
+from engine.trainer.tiling import replace_call, tile_layers
 from engine.trainer.weights import on_cuda
 from engine.training.data import RowFormat, partly_resumed
 from engine.training.result_tasks import Conversation, messages_of
@@ -83,7 +84,9 @@ def load_model(job: Job, warn: Callable[[str], None] = lambda _: None) -> tuple[
         _load_trained(job, model, warn)
     if not tree_flatten(model.trainable_parameters()):
         raise JobError(f"[job] num_layers = {job.num_layers}, lora_parameters.keys: there is nothing to train")
-    if job.strategy == "data":
+    if job.sequence_tiling:
+        tile_layers(model.layers, job.sequence_tiling)
+    if job.strategy in ("data", "local"):
         recompute_layers(model.layers, job.grad_checkpoint)
         mx.eval(model.parameters())
     return model, tokenizer
@@ -146,9 +149,8 @@ def recompute_layers(layers: Sequence[nn.Module], wanted: bool | int) -> None:
     layer that is computed again adds nothing to the peak."""
     trained = [layer for layer in layers if tree_flatten(layer.trainable_parameters())]
     for layer in trained if wanted is True else trained[:wanted]:
-        kind = type(layer)
         # mlx-lm's grad_checkpoint changes the class, and so all layers.
-        layer.__class__ = type(kind.__name__, (kind,), {"__call__": _recomputing, "__module__": kind.__module__})
+        replace_call(layer, _recomputing)
 
 
 def _recomputing(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

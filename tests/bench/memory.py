@@ -349,6 +349,11 @@ Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each ba
   more, and three arrays of its width; 0.7 times for experts, and 0.25 times for Mamba-2, whose arrays do not live at
   once. A recomputed layer keeps its input until then, and needs 2.4 times what it would have kept, since it repeats the
   forward pass first; 3.6 times in a pipeline, where MLX starts the next layers early.
+- Where scores are the most of a recomputed layer, it needs 2.4 times those beside what it would have kept.
+- With `sequence_tiling` (`python -m tests.bench.long_context`), attention keeps no scores, and an MLP only its input.
+  While one tile's gradient is computed, MLX has allocated the next tiles': 6 arrays of a tile's scores, or 3.5 times
+  what the MLP would have kept of a tile, and in full fine-tuning three float32 arrays of its parameters. The mask of a
+  sliding window takes a byte for each pair of tokens.
 - The loss needs three arrays of tokens × vocabulary. The tokens are those of one chunk: all of them where their logits
   take 128 MiB in float32 or less, else the gradient of the head's input waits until the layers' backward pass has
   ended.

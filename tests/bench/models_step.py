@@ -39,7 +39,7 @@ from tests.bench.tiny_models import FROM_ZERO, tiny_config
 
 TRAININGS, BITS = ("lora", "dora", "full"), (32, 4)
 ROWS, LENGTH, CHUNK = 2, 40, 16
-"""A batch, and the tokens whose logits are in memory at once."""
+"""A batch, and the tokens whose logits are in memory at once, and that attention and MLPs compute at a time."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,11 @@ def measure(kind: str, training: str, bits: int, directory: Path) -> Step:
     if kind in FROM_ZERO:
         _fill_zeros(directory / "model.safetensors")
     job = Job.from_spec(
-        job_settings(training), model=str(directory), data=str(directory), workdir=directory, home=directory
+        {**job_settings(training), "sequence_tiling": CHUNK},
+        model=str(directory),
+        data=str(directory),
+        workdir=directory,
+        home=directory,
     )
     random = np.random.default_rng(7)
     tokens = random.integers(1, 100, (ROWS, LENGTH), np.int32)

@@ -23,6 +23,7 @@ SMALLEST = {
     "idle": ["--seconds", "1"],
     "launch": ["--rounds", "1"],
     "links": ["--rounds", "1", "--rates", "1000", "--ratios", "1"],
+    "long_context": ["--tokens", "1024", "--only", "qwen3,"],
     "loss": ["--rounds", "1", "--tokens", "256"],
     "logs": ["--seconds", "4", "--lines", "200000"],
     "memory": ["--only", "full, adafactor"],

@@ -117,6 +117,8 @@ class Case:
     model: str = "untied"
     keys: dict[str, Any] = field(default_factory=dict)
     """Keys of the job."""
+    divided: dict[str, Any] = field(default_factory=dict)
+    """Keys of the job where it is divided over ranks."""
     embeddings: bool = False
     """The embeddings are trained whole as well."""
     tolerance: float = 1e-4
@@ -128,8 +130,15 @@ class Case:
 CASES = {
     "full": Case(),
     "tied": Case("tied", embeddings=True),
-    "lora": Case("tied", {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": _EMBEDDED}),
-    "clipped": Case(keys={"max_grad_norm": 0.1, "optimizer": "adamw", "grad_accumulation_steps": 2}),
+    "lora": Case(
+        "tied",
+        {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": _EMBEDDED},
+        divided={"sequence_tiling": 16},
+    ),
+    "clipped": Case(
+        keys={"max_grad_norm": 0.1, "optimizer": "adamw", "grad_accumulation_steps": 2},
+        divided={"sequence_tiling": 8},
+    ),
 }
 MORE = {
     "few layers": Case(keys={"fine_tune_type": "lora", "num_layers": 1}),
@@ -138,7 +147,7 @@ MORE = {
     "muon": Case(keys={"optimizer": "muon"}),
     "adafactor": Case(keys={"optimizer": "adafactor"}),
     "sgd": Case(keys={"optimizer": "sgd"}),
-    "checkpointed": Case(keys={"grad_checkpoint": 1}),
+    "checkpointed": Case(keys={"grad_checkpoint": 1}, divided={"sequence_tiling": 8}),
     "bfloat16": Case("bfloat16", tolerance=0.02, gradients=0.02),
     "float16": Case("float16", tolerance=0.01, gradients=0.01),
 }
@@ -203,7 +212,11 @@ class PartitionedBench:
                 "name": name,
                 "embeddings": every[name].embeddings,
                 "job": self.tiny.job(
-                    model=str(self.models[every[name].model]), iters=iters, strategy=strategy, **every[name].keys
+                    model=str(self.models[every[name].model]),
+                    iters=iters,
+                    strategy=strategy,
+                    **every[name].keys,
+                    **(every[name].divided if strategy != "data" else {}),
                 ),
                 **more,
             }

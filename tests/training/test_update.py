@@ -309,8 +309,14 @@ FULL = {"fine_tune_type": "full"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "own",
-    [{"grad_accumulation_steps": 2}, {"grad_checkpoint": 1, "grad_accumulation_steps": 2}, {"grad_checkpoint": 1}, {}],
-    ids=["accumulated", "recomputed and accumulated", "recomputed", "plain"],
+    [
+        {"grad_accumulation_steps": 2},
+        {"grad_checkpoint": 1, "grad_accumulation_steps": 2},
+        {"grad_checkpoint": 1},
+        {"grad_checkpoint": 1, "sequence_tiling": 8},
+        {},
+    ],
+    ids=["accumulated", "recomputed and accumulated", "recomputed", "recomputed in tiles", "plain"],
 )
 @pytest.mark.parametrize("kind", [DROPOUT, FULL], ids=["lora with dropout", "full"])
 def test_compiled_as_on_a_gpu_the_losses_are_the_same(

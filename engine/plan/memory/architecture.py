@@ -65,6 +65,9 @@ class Sublayer:
     """The longest sequence for which its mask is "causal" and no array: the sliding window; None means any."""
     backward: float = 1.0
     """Working memory of its backward pass over what it keeps."""
+    by_token: bool = False
+    """Each token is computed by itself, so that it can be done in tiles of tokens; attention with a `head_dim` in tiles
+    of queries."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,7 @@ def mlp(
             Matrix(f"{prefix}.{down}", inner, hidden, bias, source="inner"),
         ),
         kept=(arrays or (SILU if fused or len(inward) == 2 else GELU)) * inner,
+        by_token=True,
     )
 
 
@@ -288,6 +292,7 @@ def experts(hidden: int, inner: int, count: int, active: int, *, prefix: str = "
         kept=active * (SILU * inner + 2 * hidden) + count,
         # Measured: by their gradients, its copies are no longer needed.
         backward=0.7,
+        by_token=True,
     )
 
 
@@ -295,7 +300,7 @@ def shared_expert(hidden: int, inner: int) -> Sublayer:
     """A gated MLP that every token passes through in addition to its experts, weighted by a gate (Qwen2-MoE)."""
     network = mlp(hidden, inner, prefix="mlp.shared_expert")
     gate = Matrix("mlp.shared_expert_gate", hidden, 1)
-    return Sublayer(matrices=(*network.matrices, gate), kept=network.kept + hidden)
+    return Sublayer(matrices=(*network.matrices, gate), kept=network.kept + hidden, by_token=True)
 
 
 def mamba(

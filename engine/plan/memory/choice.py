@@ -1,5 +1,6 @@
 """Chooses the values of the job keys that are "auto": the most precise optimizer with which every rank fits its limit,
-and the fewest recomputed layers with which it does. Recomputing costs time only, so it comes first."""
+and the fewest recomputed layers with which it does; and where all do not help, the largest tiles of a sequence. They
+cost time only, so they come first."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from engine.plan.memory.estimate import FLOAT32_BYTES, RankWorkload, Workload, e
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO, MOST_PRECISE_FIRST
 
+_TILES = (2048, 1024, 512, 256)
+"""Tokens: with smaller ones attention's products are too small to be worth a kernel."""
 Load = TypeVar("Load", bound=Workload)
 COMFORTABLE = 0.90
 """Share of a node's limit up to which settings are chosen, if any fit: an estimate errs, and macOS needs memory."""
@@ -28,6 +31,8 @@ class Choice:
     """By rank, reserve included."""
     rejected_bytes: int | None = None
     """The largest need with the next more precise optimizer, with all recomputed that may be; None if there is none."""
+    whole_bytes: int | None = None
+    """The largest need without the tiles that were chosen."""
 
 
 def choose(
@@ -53,13 +58,20 @@ def _choose(
     layers, asked = max(recomputable(shape, load) for load in set(workloads)), requested.get("grad_checkpoint", False)
     counts = [False, *range(1, layers), *[True] * (layers > 0)] if asked == AUTO else [asked]
     rejected = None
+    tokens = requested.get("sequence_tiling", 0)
+    smaller = _TILES if tokens == AUTO else ()
     for precision, moments in _pairs(shape, workloads[0], requested):
-        settings = [
-            ChosenSettings(optimizer_precision=precision, moments=moments, grad_checkpoint=count) for count in counts
-        ]
+        first = ChosenSettings(optimizer_precision=precision, moments=moments, sequence_tiling=0 if smaller else tokens)
+        settings = [first.model_copy(update={"grad_checkpoint": count}) for count in counts]
         least = attempt(settings[-1])
         if least.fits:
             return attempt(settings[bisect_left(settings, True, key=lambda chosen: attempt(chosen).fits)])
+        whole = max(least.needed_bytes)
+        for size in smaller:
+            tiled = attempt(settings[-1].model_copy(update={"sequence_tiling": size}))
+            if tiled.fits:
+                return replace(tiled, whole_bytes=whole)
+            least = min(least, tiled, key=lambda choice: max(choice.needed_bytes))
         rejected = max(least.needed_bytes)
     return least
 

@@ -27,7 +27,7 @@ from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.exchange import AVERAGING_PIECE, averaging, bucket_elements, exchange
 from engine.protocol.job import ELEMENTWISE, Strategy, is_plain, state_bytes, update_elements
-from engine.protocol.partition import CUDA_PADDED, loss_tokens
+from engine.protocol.partition import Fusing, fuses_attention, loss_tokens
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class RankWorkload(Workload):
 
     grad_checkpoint: bool | int = False
     """Trained layers of this rank that are recomputed in the backward pass, counted from the first; true means all."""
+    sequence_tiling: int = 0
+    """Tokens of each sequence that attention and MLPs compute at a time; 0 means all."""
     optimizer: str = "adam"
     optimizer_precision: str = "float32"
     """One of engine.protocol.job.OPTIMIZER_PRECISIONS."""
@@ -69,8 +71,8 @@ class RankWorkload(Workload):
     strategy: Strategy = "data"
     layers: tuple[int, int] | None = None
     """Layers of a pipeline stage, half-open; None means all of them."""
-    fused_attention: Literal["", "metal", "cuda"] = ""
-    """The device whose MLX computes attention's gradient from tiles of the scores, where it can."""
+    fused_attention: Fusing = ""
+    """Where it can."""
     forward: Literal["", "measure", "generate"] = ""
     """It trains no layer (`num_layers` is 0), and computes one after the other; to generate, it keeps keys and values,
     which are at most as wide as the model."""
@@ -135,10 +137,10 @@ _RECOMPUTED, _RECOMPUTED_AT_ONCE = 2.4, 3.6
 """Working memory of a recomputed layer over what it keeps, since it first repeats its forward pass: that, and about as
 much again for the backward pass. More where the gradients of several layers are evaluated at once, since MLX then
 starts the next ones early: in a pipeline. Measured: 2.2 to 2.7, and 3.6."""
-FUSED_HEAD_DIMS = frozenset({64, 72, 80, 96, 128, 192, 256})
-"""Sizes of heads whose attention MLX differentiates on Metal in tiles: more than 8 tokens, a mask that is none or
-"causal", no sinks, and any type (ScaledDotProductAttention::use_fallback with a logsumexp, libmlx 0.32.4). On CUDA 16
-bits, and up to 128 in multiples of 8."""
+_TILED_SCORES, _TILED_MLP, _TILED_SUMS = 6.0, 3.5, 3
+"""Arrays of one tile's scores; working memory of an MLP's tile over what it would keep in full fine-tuning; float32
+arrays of its trained parameters, for the sums of their gradients. Measured: MLX allocates the next tiles' while it
+computes one."""
 _TILE_TOKENS, _TILE_ARRAYS = 1024, 5
 """Queries and keys of one tile, and its arrays: scores, their gradient, both transposed (sdpa_vjp_blocked)."""
 _TILE_SUMS = 3
@@ -325,15 +327,18 @@ class _Rank(Rank):
         return gathered + reduced * (element_bytes + FLOAT32_BYTES)
 
     @cached_property
-    def _kept(self) -> list[tuple[int, int, float, float]]:
+    def _kept(self) -> list[tuple[int, int, float, int, float]]:
         """Bytes per token of each trained layer: all that it keeps, its recurrent states, its adapters' outputs with
-        attention's tiles, and the working memory of its backward pass."""
+        the tiles, its largest scores, and the working memory of its backward pass."""
         # Most layers of a model are one object.
         by_layer = {
             key: (
                 kept_per_token(self.shape, layer, self.workload),
                 sum(sublayer.kept_float32 for sublayer in layer.sublayers) * FLOAT32_BYTES,
-                self._adapter_outputs(layer) + _tiles_per_token(self.shape, layer, self.workload),
+                self._adapter_outputs(layer)
+                + _fused_per_token(self.shape, layer, self.workload)
+                + _tile_per_token(self.shape, layer, self.workload),
+                max(_scores(part, self.workload, self.shape.dtype_bytes) for part in layer.sublayers),
                 working_per_token(self.shape, layer, self.workload),
             )
             for key, layer in {id(layer): layer for layer in self.trained_layers}.items()
@@ -349,7 +354,10 @@ class _Rank(Rank):
         most = max((working for *_, working in kept[recomputed:]), default=0)
         ratio = _RECOMPUTED_AT_ONCE if self.workload.strategy == "pipeline" else _RECOMPUTED
         # The backward pass visits states one token at a time, and frees each one's gradient.
-        again = (ratio * whole - states + outputs for whole, states, outputs, _ in kept[:recomputed])
+        again = (
+            max(ratio * whole, whole + _RECOMPUTED * scores) - states + outputs
+            for whole, states, outputs, scores, _ in kept[:recomputed]
+        )
         recomputing = max(again, default=0)
         held = inputs + tokens * sum(whole for whole, *_ in kept[recomputed:])
         if self.workload.forward:
@@ -364,23 +372,50 @@ class _Rank(Rank):
             logits = counted * shape.vocabulary * one
             loss = last_norm + _LOSS_ARRAYS * logits + hidden
             waiting = last_norm + (hidden or _WAITING_LOSS_ARRAYS * logits)
-        return Activations(held, inputs, int(tokens * most), int(tokens * recomputing), loss, waiting)
+        masks, sums = self._masks(), self._tile_sums()
+        working, recomputing = int(tokens * most) + sums, int(tokens * recomputing) + sums
+        return Activations(held + masks, inputs + masks, working, recomputing, loss, waiting)
 
     def _adapter_outputs(self, layer: Layer) -> int:
         """Short-lived float32 outputs of a 16-bit layer's adapters, bytes per token."""
         if self.full or self.shape.dtype_bytes == FLOAT32_BYTES:
             return 0
-        chosen = adapted(layer.matrices, self.workload)
+        one = self.shape.dtype_bytes
+        whole = [part for part in layer.sublayers if not (part.by_token and is_tiled(part, self.workload, one))]
+        chosen = adapted([matrix for sublayer in whole for matrix in sublayer.matrices], self.workload)
         return sum(matrix.outputs * matrix.active for matrix in chosen) * FLOAT32_BYTES
+
+    def _tile_sums(self) -> int:
+        """Bytes of the sums of gradients of a tiled MLP's parameters, where all are trained."""
+        one = self.shape.dtype_bytes
+        tiled = (
+            sum(matrix.parameters for matrix in sublayer.matrices)
+            for layer in {id(layer): layer for layer in self.trained_layers}.values()
+            for sublayer in layer.sublayers
+            if self.full and sublayer.by_token and is_tiled(sublayer, self.workload, one)
+        )
+        return max(tiled, default=0) * _TILED_SUMS * FLOAT32_BYTES
+
+    def _masks(self) -> int:
+        """Bytes of the masks of sliding windows, which take a byte for each pair of tokens: counted where no scores
+        are."""
+        length, one = self.workload.sequence, self.shape.dtype_bytes
+        sublayers = (sublayer for layer in set(self.layers) for sublayer in layer.sublayers if sublayer.scores)
+        tiled = (sublayer for sublayer in sublayers if is_tiled(sublayer, self.workload, one))
+        return length**2 * any((sublayer.causal_tokens or length) < length for sublayer in tiled)
 
 
 def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> int:
     """Bytes per token that one trained layer keeps for the backward pass."""
     one = shape.dtype_bytes
     kept = norms(layer, workload, one)
-    if workload.fine_tune_type == "dora":
-        kept += sum(matrix.outputs for matrix in adapted(layer.matrices, workload)) * one
     for sublayer in layer.sublayers:
+        if sublayer.by_token and is_tiled(sublayer, workload, one):
+            # Its input.
+            kept += shape.hidden * one
+            continue
+        if workload.fine_tune_type == "dora":
+            kept += sum(matrix.outputs for matrix in adapted(sublayer.matrices, workload)) * one
         kept += sublayer.kept * one + sublayer.kept_float32 * FLOAT32_BYTES + inputs(sublayer, workload, one)
         kept += _scores(sublayer, workload, one)
     return kept
@@ -394,13 +429,37 @@ def working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -
     gradients = [
         sublayer.backward * (sublayer.kept * one + inputs(sublayer, full, one) + _scores(sublayer, workload, one))
         for sublayer in layer.sublayers
+        if not (sublayer.by_token and is_tiled(sublayer, workload, one))
     ]
     scores = max((sublayer.backward * _scores(sublayer, workload, one) for sublayer in layer.sublayers), default=0)
-    again = max(scores, _tiles_per_token(shape, layer, workload))
+    again = max(scores, _fused_per_token(shape, layer, workload), _tile_per_token(shape, layer, workload))
     return norms(layer, full, one) + sum(gradients) + again + _WORKING_WIDTHS * shape.hidden * one
 
 
-def _tiles_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
+def is_tiled(sublayer: Sublayer, workload: RankWorkload, one: int) -> bool:
+    """It is computed `sequence_tiling` tokens at a time, not by all of the sequence's at once."""
+    shorter = 0 < workload.sequence_tiling < workload.sequence and not workload.forward
+    return shorter and (sublayer.by_token or (sublayer.head_dim is not None and not is_fused(sublayer, workload, one)))
+
+
+def _tile_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
+    """Bytes per token of the backward pass of a layer's largest sublayer in tiles: of one tile, computed again, and of
+    the gradients of all."""
+    one, part, most = shape.dtype_bytes, workload.sequence_tiling / workload.sequence, 0.0
+    full = replace(workload, fine_tune_type="full")
+    for sublayer in layer.sublayers:
+        if not is_tiled(sublayer, workload, one):
+            continue
+        if sublayer.by_token:
+            inner = sublayer.backward * (sublayer.kept * one + inputs(sublayer, full, one))
+            most = max(most, _TILED_MLP * part * inner + 2 * shape.hidden * one)
+        else:
+            scores = sublayer.scores * workload.sequence * one
+            most = max(most, _TILED_SCORES * part * scores + sublayer.kept * (one + 2 * FLOAT32_BYTES))
+    return most
+
+
+def _fused_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
     """Bytes per token of the largest attention's backward pass in tiles; 0 where none is."""
     one, side = shape.dtype_bytes, min(_TILE_TOKENS, workload.sequence)
     arrays, sums = _TILE_ARRAYS * side * one, _TILE_SUMS * FLOAT32_BYTES + one
@@ -410,7 +469,7 @@ def _tiles_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) ->
     heads = [
         sublayer.scores * (arrays + (sublayer.head_dim or 0) * sums)
         for sublayer in layer.sublayers
-        if _is_fused(sublayer, workload, one)
+        if is_fused(sublayer, workload, one)
     ]
     return max(heads, default=0) * side / workload.sequence
 
@@ -421,16 +480,16 @@ def norms(layer: Layer, workload: Workload, one: int) -> int:
     return normed * (FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
 
 
-def _is_fused(sublayer: Sublayer, workload: RankWorkload, one: int) -> bool:
+def is_fused(sublayer: Sublayer, workload: RankWorkload, one: int) -> bool:
     causal = sublayer.causal_tokens is None or workload.sequence <= sublayer.causal_tokens
-    if workload.fused_attention == "cuda":
-        return causal and one == 2 and sublayer.head_dim in range(8, 129, 8) and workload.sequence >= CUDA_PADDED
-    return bool(workload.fused_attention) and causal and sublayer.head_dim in FUSED_HEAD_DIMS
+    return causal and fuses_attention(workload.fused_attention, sublayer.head_dim, workload.sequence, one)
 
 
 def _scores(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:
     """Bytes per token kept of the scores; where they are not, of their sums' logarithms, and of the output."""
-    if _is_fused(sublayer, workload, one):
+    if is_tiled(sublayer, workload, one):
+        return 0
+    if is_fused(sublayer, workload, one):
         # Else the input of o_proj, which is kept in this type.
         copied = workload.fine_tune_type != "full" and one < FLOAT32_BYTES
         return sublayer.scores * (FLOAT32_BYTES + (sublayer.head_dim or 0) * one * copied)
@@ -554,9 +613,10 @@ def _assumption(rank: _Rank) -> str:
     if workload.forward:
         return f"{stored} weights, nothing is trained"
     worked = f"{count} of {all_of_them} layers recomputed" if count else "all sizes kept"
+    tiled = f", in tiles of {workload.sequence_tiling:,} tokens" if workload.sequence_tiling else ""
     return (
         f"{workload.fine_tune_type}, {stored} weights, {workload.optimizer} with {' and '.join(kept) or moments}, "
-        f"{worked}, {'attention' if workload.fused_attention else 'operations not'} fused"
+        f"{worked}{tiled}, {'attention' if workload.fused_attention else 'operations not'} fused"
     )
 
 

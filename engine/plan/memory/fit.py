@@ -10,7 +10,7 @@ from typing import Literal
 from engine.config.models import NodeConfig
 from engine.errors import InputError, memory_text
 from engine.models import NodeFacts
-from engine.plan.context import PlanContext, usable_calibration, version_numbers, why_unused
+from engine.plan.context import PlanContext, usable_calibration, why_unused
 from engine.plan.document import (
     OVERRIDE,
     Disabled,
@@ -22,6 +22,7 @@ from engine.plan.document import (
     Source,
     WayOut,
 )
+from engine.plan.memory.attention import attention_text
 from engine.plan.memory.choice import Choice, choose, settings_of, unresolved, with_settings
 from engine.plan.memory.estimate import (
     MemoryEstimate,
@@ -29,6 +30,7 @@ from engine.plan.memory.estimate import (
     Workload,
     estimate,
     estimates,
+    is_tiled,
     largest_batch,
     peak_from_probes,
 )
@@ -39,15 +41,16 @@ from engine.plan.strategy import split_layers
 from engine.protocol.job import AUTO
 from engine.protocol.partition import (
     SPLITTABLE_MODULES,
+    Fusing,
     LayerSplit,
     cuda_width,
+    fusing_device,
     micro_batches,
     mlx_module,
     token_edges,
+    version_numbers,
 )
 
-FUSED_SINCE = (0, 32, 4)
-"""The first MLX with attention's gradient in tiles on Metal: libmlx 0.32.3 lacks it."""
 _WORTH_NAMING = 0.1
 """Part of the need that an older MLX costs."""
 _Source = Literal["estimate", "calibration"]
@@ -102,6 +105,7 @@ def memory_fit(context: PlanContext) -> MemoryFit:
         settings = unresolved(context.settings) if context.settings else Disabled(reason=str(error))
         return MemoryFit(unknown_memory(context, error), settings)
     _explain_choice(context, choice)
+    _explain_tiling(context, choice, shape, workloads)
     ranks = list(zip(places, workloads, needs, strict=True))
     _warn_of_older_mlx(context, shape, ranks)
     rows = [_rank_memory(context, place, workload, need) for place, workload, need in ranks]
@@ -117,6 +121,7 @@ def memory_fit(context: PlanContext) -> MemoryFit:
     # The ranks of a pipeline train different layers, other ranks all the same ones.
     trained = sum(need.trainable_parameters for need in (needs if split else needs[:1]))
     section = memory_section(shape, trained, (need.assumption for need in needs), rows, ways)
+    section = section.model_copy(update={"attention": _attention(context, shape, ranks)})
     largest = min(most) if len(most) == context.ranks else None
     return MemoryFit(section, choice.settings, split, largest, shape, workloads)
 
@@ -134,7 +139,7 @@ def _warn_of_older_mlx(
     context: PlanContext, shape: ModelShape, ranks: Iterable[tuple[RankPlace, RankWorkload, MemoryEstimate]]
 ) -> None:
     for place, workload, need in ranks:
-        if place.fuses != "":
+        if place.fuses != "" or workload.sequence_tiling:
             continue
         newer = estimate(shape, replace(workload, fused_attention="metal")).needed_bytes
         if newer < (1 - _WORTH_NAMING) * need.needed_bytes:
@@ -252,15 +257,13 @@ def _step_workloads(
     return ranks
 
 
-def _fusing_device(facts: NodeFacts, env: Mapping[str, str]) -> Literal["", "metal", "cuda"] | None:
+def _fusing_device(facts: NodeFacts, env: Mapping[str, str]) -> Fusing | None:
     """See RankPlace.fuses."""
     if facts.mlx is None or facts.gpu != "gpu":
         return None
-    if facts.mlx_device == "CUDA":
-        able = min((version_numbers(gpu.compute_capability) for gpu in facts.gpus), default=()) >= (8,)
-        return "cuda" if able and env.get("MLX_CUDA_USE_CUDNN_SDPA", "1") != "0" else None
-    fuses = version_numbers(facts.mlx) >= FUSED_SINCE and env.get("MLX_SDPA_VJP_FALLBACK", "0") == "0"
-    return "metal" if fuses else ""
+    capability = min((version_numbers(gpu.compute_capability) for gpu in facts.gpus), default=())
+    fuses = fusing_device(facts.mlx_device or "", facts.mlx, env, capability)
+    return None if facts.mlx_device == "CUDA" and not fuses else fuses
 
 
 def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[RankWorkload]:
@@ -351,6 +354,39 @@ def _explain_choice(context: PlanContext, choice: Choice) -> None:
     elif choice.settings.grad_checkpoint:
         reason = "as few layers are recomputed as must be"
     context.explain("settings.grad_checkpoint", source, reason)
+
+
+def _explain_tiling(context: PlanContext, choice: Choice, shape: ModelShape, workloads: Sequence[RankWorkload]) -> None:
+    tokens, one = choice.settings.sequence_tiling, shape.dtype_bytes
+    parts = {part for layer in shape.architecture.layers for part in layer.sublayers}
+    if tokens and not any(is_tiled(part, workload, one) for part in parts for workload in workloads):
+        context.warn("memory", f"sequence_tiling = {tokens} changes nothing here: there is nothing to compute in tiles")
+    if context.settings.get("sequence_tiling", 0) != AUTO:
+        given = context.given("sequence_tiling")
+        source, reason = (Source.USER, "the job sets it") if given else (Source.DEFAULT, "not set")
+    elif choice.whole_bytes is not None:
+        source, reason = (
+            Source.RULE,
+            f"the largest that fit: without tiles {memory_text(choice.whole_bytes)} are needed",
+        )
+    else:
+        source, reason = Source.RULE, "whole sequences fit" if choice.fits else "it needs the least, and does not fit"
+    context.explain("settings.sequence_tiling", source, reason)
+
+
+def _attention(
+    context: PlanContext, shape: ModelShape, ranks: Iterable[tuple[RankPlace, RankWorkload, MemoryEstimate]]
+) -> dict[str, str]:
+    """By node; the reasons of the plan have each text once."""
+    texts = {
+        place.node: attention_text(shape, workload, context.facts.get(place.node), context.job.env)
+        for place, workload, _ in ranks
+    }
+    for text in filter(None, dict.fromkeys(texts.values())):
+        nodes = [node for node in texts if texts[node] == text]
+        where = f"{', '.join(nodes)}: " if len(nodes) < len(texts) else ""
+        context.explain("memory.attention", Source.RULE, where + text)
+    return texts
 
 
 def refuse_memory(rows: Sequence[RankMemory], ways: Sequence[WayOut], rationale: Rationale) -> None:

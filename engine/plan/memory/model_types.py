@@ -353,7 +353,10 @@ def _nemotron_experts(config: ConfigReader) -> Sublayer:
         matrices.append(Matrix("mixer.fc1_latent_proj", hidden, latent, bias, source="residual"))
         matrices.append(Matrix("mixer.fc2_latent_proj", latent, hidden, bias, source="latent"))
     return Sublayer(
-        matrices=tuple(matrices), unquantized=count * (hidden + 1), kept=active * (RELU_SQUARED * inner + 2 * width)
+        matrices=tuple(matrices),
+        unquantized=count * (hidden + 1),
+        kept=active * (RELU_SQUARED * inner + 2 * width),
+        by_token=True,
     )
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 from engine.errors import memory_text
 from engine.job.traits import PARTITIONED
@@ -16,7 +16,7 @@ from engine.plan.memory.choice import Choice, Load, choose, settings_of
 from engine.plan.memory.estimate import RankWorkload
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO, Strategy
-from engine.protocol.partition import share_counts
+from engine.protocol.partition import Fusing, share_counts
 
 _SYSTEM_BYTES = 2**33
 """Memory left to the system and other programs when a Mac's GPU limit is raised: 8 GiB."""
@@ -42,7 +42,7 @@ class RankPlace:
     """The measured need over its estimate, where it was measured and is more."""
     limit_from: str = ""
     """Where the limit comes from, or why it is unknown."""
-    fuses: Literal["", "metal", "cuda"] | None = None
+    fuses: Fusing | None = None
     """The device whose MLX computes attention's gradient in tiles; "" where a newer MLX would; None where none does."""
 
 
@@ -59,8 +59,10 @@ def ways_out(
     `workloads` have settings that did not fit, `requested` are the job's. `splittable`: the model can be sharded."""
     job = _Job(shape, tuple(workloads), tuple(places), requested, max(place.measured for place in places))
     fixed = [key for key in ChosenSettings.model_fields if requested.get(key, AUTO) != AUTO]
-    optimizer = [key for key in fixed if key != "grad_checkpoint"]
-    offered = [*job.with_auto(["grad_checkpoint"] if fixed != optimizer else []), *job.with_auto(optimizer)]
+    of_time = ("grad_checkpoint", "sequence_tiling")
+    changes = [[key for key in fixed if key == of_time[0]], [key for key in fixed if key == of_time[1]]]
+    changes.append([key for key in fixed if key not in of_time])
+    offered = [way for keys in changes for way in job.with_auto(keys)]
     kinds = [
         job.newer_mlx(),
         job.higher_limit(),

@@ -35,9 +35,12 @@ def needed_by(workload: RankWorkload, _recomputed: str) -> int:
 
 
 IN_ORDER = [
-    ChosenSettings(optimizer_precision=precision, moments=moments, grad_checkpoint=count)
+    ChosenSettings(optimizer_precision=precision, moments=moments, grad_checkpoint=count, sequence_tiling=tokens)
     for precision, moments in MOST_PRECISE_FIRST
-    for count in (False, *range(1, SHAPE.layers), True)
+    for count, tokens in [
+        *((count, 0) for count in (False, *range(1, SHAPE.layers), True)),
+        *((True, tokens) for tokens in (2048, 1024, 512, 256)),
+    ]
 ]
 
 
@@ -50,7 +53,8 @@ def test_the_first_that_fits_is_chosen(limit_gb: int, batch: int) -> None:
         if fitting:
             assert found.fits and found.settings == fitting[0]
             return
-    assert not found.fits and found.settings == IN_ORDER[-1]
+    least = min(needed(each, workload) for each in IN_ORDER)
+    assert not found.fits and found.needed_bytes == (least,)
 
 
 @given(st.lists(st.integers(20, 120), min_size=2, max_size=4))
