@@ -78,10 +78,18 @@ def test_every_option_of_the_launchers_own_parsers_is_in_the_table_with_its_spel
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--cpu", "--num_cpu_threads_per_process", "3"], {"ACCELERATE_USE_CPU": "True", "OMP_NUM_THREADS": "3"}),
+        pytest.param(["--cpu"], {"ACCELERATE_USE_CPU": "True"}, marks=pytest.mark.slow),
         (
-            ["--use_fsdp", "--fsdp-offload-params=true", "--tee", "3", "--role=worker"],
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"},
+            [
+                "--num_cpu_threads_per_process",
+                "3",
+                "--use_fsdp",
+                "--fsdp-offload-params=true",
+                "--tee",
+                "3",
+                "--role=worker",
+            ],
+            {"OMP_NUM_THREADS": "3", "ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"},
         ),
     ],
 )
