@@ -457,6 +457,7 @@ class HostConnection:
             self._take_hello(message)
         elif isinstance(message, messages.RankStarted):
             self._update(message.rank, identity=message.identity)
+            self._note_restart()
         elif isinstance(message, messages.RankEnded):
             self._take_end(message)
         elif isinstance(message, messages.ExitOutputReply):
@@ -477,10 +478,14 @@ class HostConnection:
     def _take_hello(self, message: messages.Hello) -> None:
         ahead = self.facts.clock_ahead_s if self.facts is not None else message.at - time.time()
         self.facts = HostFacts(message.boot_id, message.memory_kills, ahead)
+        self._note_restart()
+
+    def _note_restart(self) -> None:
+        """Since a rank was started. A restart of this machine ended the supervisor, too: the next one knows it from the
+        journal. That its keeper is gone, and whether it has left an exit record, the agent reports."""
+        boot_id = self.facts.boot_id if self.facts is not None else None
         for rank, seen in self._observations.items():
-            if seen.identity is not None and not same_boot(seen.identity.boot_id, message.boot_id):
-                # A restart of this machine ended the supervisor, too: the next one knows it from the journal. That its
-                # keeper is gone, and whether it has left an exit record, the agent reports.
+            if seen.identity is not None and boot_id and not same_boot(seen.identity.boot_id, boot_id):
                 self._update(rank, restarted=not self.local)
 
     def _take_ack(self, message: messages.HeartbeatAck) -> None:

@@ -37,7 +37,8 @@ class Weight(Enum):
     LEASE = 3
     OUTSIDE = 4
     SILENT = 5
-    """Its node does not answer now, but did after the attempt had begun to be ended."""
+    """Its node does not answer now, but did after the attempt had begun to be ended, or will after a sleep of
+    the head."""
     CONSEQUENCE = 6
     FENCED = 7
     """It was killed when the attempt was ended."""
@@ -178,7 +179,7 @@ def _weight(rank: RankEvidence, evidence: FailureEvidence) -> Weight | None:
     if evidence.trainer and evidence.succeeded(rank):
         return None
     if record is None:
-        return _weight_without_record(rank, evidence.rebooted)
+        return _weight_without_record(rank, evidence)
     if record.stopped_by is not None:
         return _weight_of_stopped(rank, record.stopped_by)
     if _lost_its_peers(rank) or _left_together(rank):
@@ -187,7 +188,7 @@ def _weight(rank: RankEvidence, evidence: FailureEvidence) -> Weight | None:
     return Weight.EARLY if record.code == 0 else Weight.OWN
 
 
-def _weight_without_record(rank: RankEvidence, rebooted: bool) -> Weight | None:
+def _weight_without_record(rank: RankEvidence, evidence: FailureEvidence) -> Weight | None:
     if rank.launcher_code is not None and not rank.started:
         if rank.ssh_failed and not (rank.launcher_output or rank.keeper_tail):
             # That is how ssh ends when the launcher ends it, because another rank did not start.
@@ -197,11 +198,15 @@ def _weight_without_record(rank: RankEvidence, rebooted: bool) -> Weight | None:
     if rank.restarted or rank.lost:
         return Weight.LOST
     if rank.unreachable_s is not None:
-        return Weight.SILENT if rank.answered_since else Weight.LOST
+        # After a sleep of the head that ended leases it is not connected again yet.
+        lease_ended = any(one.record is not None and one.record.stopped_by == "lease" for one in evidence.ranks)
+        not_yet = lease_ended and rank.head_slept_s > 0 and rank.unreachable_s < rank.lease_s
+        silent = rank.answered_since or not_yet
+        return Weight.SILENT if silent else Weight.LOST
     if rank.vanished and rank.outlived:
         return Weight.FENCED
     # `rebooted` is this machine alone.
-    return Weight.OWN if rank.vanished and (rank.remote or not rebooted) else None
+    return Weight.OWN if rank.vanished and (rank.remote or not evidence.rebooted) else None
 
 
 def _weight_of_stopped(rank: RankEvidence, stopped_by: str) -> Weight | None:
@@ -432,7 +437,7 @@ def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence |
     if behind is not None:
         return behind, f"rank {behind.rank} on {behind.node} was the first to stall"
     stayed = [rank for rank in evidence.ranks if not evidence.succeeded(rank)]
-    unresponsive = [one for one in stayed if one.record is None or one.record.stopped_by or not _lost_its_peers(one)]
+    unresponsive = [one for one in stayed if not _has_left(one)]
     asked = evidence.kind.survivors_keep_state and hang.iteration > 0
     # Who has done its work while the attempt was ended might have hung as well.
     alone = unresponsive == stayed and not any(rank.outlived for rank in evidence.ranks if rank not in stayed)
@@ -440,6 +445,13 @@ def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence |
         (rank,) = unresponsive
         return rank, f"rank {rank.rank} on {rank.node} did not answer when the others left"
     return None, "which rank stalled first is not known"
+
+
+def _has_left(rank: RankEvidence) -> bool:
+    """When it was told to; or its lease had ended it before, in a sleep of the head."""
+    stopped_by = rank.record.stopped_by if rank.record is not None else "no record"
+    by_sleep = stopped_by == "lease" and rank.head_slept_s > 0
+    return by_sleep or (not stopped_by and _lost_its_peers(rank))
 
 
 def _lost(evidence: FailureEvidence, cause: str) -> Verdict:

@@ -290,6 +290,15 @@ async def test_a_restart_of_the_host_is_known_from_its_boot_id(line: tuple[Line,
     assert not link.observe(0).vanished, "it may have ended, and left its record, before"
 
 
+async def test_a_restart_of_the_host_is_known_of_a_rank_that_is_only_then_reported(
+    line: tuple[Line, HostConnection],
+) -> None:
+    agent, link = line
+    agent.send(Hello("another boot", 0, time.time()))
+    agent.send(RankStarted(0, IDENTITY))
+    await until(lambda: link.observe(0).restarted)
+
+
 async def test_before_an_agent_has_reported_its_ranks_it_has_not_answered(
     line: tuple[Line, HostConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:

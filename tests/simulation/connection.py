@@ -117,10 +117,13 @@ class Connection:
         machine = self.machine
         self.boot_id, self.memory_kills = machine.boot_id, machine.memory_kills
         self.clock_ahead_s = machine.clock_ahead_s - self.world.head_machine.clock_ahead_s
-        for seen in self.seen.values():
-            if seen.identity is not None and seen.identity.boot_id != machine.boot_id and not self.local:
-                seen.restarted = True
+        self._note_restart()
         self._changed()
+
+    def _note_restart(self) -> None:
+        for seen in self.seen.values():
+            if seen.identity is not None and seen.identity.boot_id != self.boot_id and not self.local:
+                seen.restarted = True
 
     def watching(self) -> None:
         """It has reported what there is of its ranks."""
@@ -203,7 +206,8 @@ class Connection:
         if self.contact:
             self.world.before_change()
             self.contact = False
-            self.answered_at = self.world.time.now
+            if self.greeted:
+                self.answered_at = self.world.time.now
             self.open = False
             for keeper in self._keepers():
                 keeper.contact_ends()
@@ -318,6 +322,7 @@ class Connection:
     def take_start(self, rank: int, identity: Identity) -> None:
         if rank in self.seen:
             self.seen[rank].identity = self.seen[rank].identity or identity
+            self._note_restart()
 
     def take_end(self, rank: int, record: ExitRecord | None, output: ExitOutput, memory_kills: int) -> None:
         if rank not in self.seen:

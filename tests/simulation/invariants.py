@@ -154,13 +154,24 @@ class Checks:
             attempt.trainer
             and iteration == 0
             and not refused
-            and (elsewhere := [one.name for one in self.world.members if _saved_on(one, attempt)])
+            and (elsewhere := [one.name for one in self.world.members if self._saved_on(one, attempt)])
         ):
             self._fail(f"attempt {attempt.number} begins anew, and {elsewhere} have a state")
         if iteration < saved:
             self._fail(
                 f"attempt {attempt.number} goes on after iteration {iteration}, and that of iteration {saved} was saved"
             )
+
+    def _saved_on(self, machine: Machine, attempt: Attempt) -> bool:
+        """A state that the attempt could have gone on from: on a node that is left out, one of which its supervisor
+        was told."""
+        manifests = self.world.read_history().manifests
+        return any(
+            state.reported
+            and state.parts == 1
+            and (machine in attempt.machines or (state.name, state.manifest) in manifests.get(state.rank, ()))
+            for state in machine.states
+        )
 
     def _newest_saved(self, attempt: Attempt) -> int:
         """The newest iteration of which every part was told to be saved, on a disk that the attempt reaches."""
@@ -338,16 +349,6 @@ class Checks:
 
     def _fail(self, what: str, at: float | None = None) -> None:
         raise Violation(what, self.world.time.now if at is None else at)
-
-
-def _saved_on(machine: Machine, attempt: Attempt) -> bool:
-    """A state that the attempt could have gone on from. With local steps what a node that is left out has trained by
-    itself, after the others had ended, is not one."""
-    left_out = attempt.local and machine not in attempt.machines
-    return any(
-        state.reported and state.parts == 1 and not (left_out and state.emergency and state.rank != 0)
-        for state in machine.states
-    )
 
 
 def _lives(program: Program) -> bool:

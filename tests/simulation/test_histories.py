@@ -205,6 +205,26 @@ HISTORIES = {
         '{"seed":57282359,"kind":"local","nodes":3,"local":false,"iterations":7,"min_nodes":2,"faults":'
         '[["cut",3.96,2,0.0],["keeper_killed",5.89,1,12.0],["rank_killed",5.99,0,18.0]]}'
     ),
+    "that a connection ends before its node has reported its ranks is no answer": (
+        '{"seed":587064355,"kind":"torch","nodes":6,"iterations":5,"every":3,"faults":[["agent_killed",1.46,0,0.0],'
+        '["agent_killed",3.33,0,0.0]]}'
+    ),
+    "a node that is not connected again after a sleep of the head that ended the others' leases is not the cause": (
+        '{"seed":171873878,"kind":"torch","nodes":7,"iterations":6,"period_s":3.0,"every":0,"recovery":7,"faults":'
+        '[["head_sleeps",5.88,3,30.0],["head_stopped",39.17,1,2.0]]}'
+    ),
+    "what rank 0 of local steps has trained unseen is given up with its node": (
+        '{"seed":1012788033,"kind":"local","local":false,"iterations":8,"period_s":0.2,"every":3,"min_nodes":1,'
+        '"recovery":2,"faults":[["slow",0.26,0,30.0],["keeper_killed",4.32,1,180.0],["cut",4.79,0,70.0]]}'
+    ),
+    "a rank that its lease has ended did not fail to answer when the others left a hang": (
+        '{"seed":672066691,"kind":"torch","nodes":3,"iterations":8,"every":0,"recovery":7,"faults":'
+        '[["unfit",0.0,1,12.0],["disk_stalled",9.1,0,110.0],["head_sleeps",29.44,1,180.0]]}'
+    ),
+    "that a node was restarted is known of a rank that an adopter first sees then": (
+        '{"kind":"elastic","local":false,"iterations":15,"recovery":7,"faults":[["start_fails",4.17,1,0.0],'
+        '["head_killed_at_effect",9,1,7.0],["power",10.28,1,7.0]]}'
+    ),
 }
 
 

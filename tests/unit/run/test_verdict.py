@@ -493,6 +493,9 @@ def test_leases_that_ended_while_the_head_slept_are_its_sleeps_and_no_ranks() ->
     assert verdict_on(evidence(*connected_late)).reason is Reason.HEAD_SLEPT
     napped = [replace(each, head_slept_s=6.0) for each in ended]
     assert verdict_on(evidence(*napped, adopted=True)).reason is Reason.SUPERVISOR_LOST
+    silent = RankEvidence(2, "far", "/py", started=True, unreachable_s=7.0, lease_s=60.0, head_slept_s=312.0)
+    assert verdict_on(evidence(*ended, silent)).reason is Reason.HEAD_SLEPT, "it is not connected again yet"
+    assert verdict_on(evidence(*ended, replace(silent, unreachable_s=70.0))).reason is Reason.NODE_LOST
 
 
 def test_a_lost_node_that_comes_back_to_ended_peers_is_the_cause() -> None:
