@@ -24,7 +24,6 @@ from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError
 from engine.job.traits import FRAMEWORKS
 from engine.models import CheckResult
-from engine.plan.context import job_iterations
 from engine.plan.document import Disabled
 from engine.plan.memory.shape import ModelShape
 
@@ -156,8 +155,8 @@ async def save_size(context: CheckContext) -> SaveSize:
     trained, size = memory.trainable_parameters, _ADAPTER_BYTES
     if config.job.fine_tune_type == "full":
         size = ModelShape.from_config((await shared_plan_inputs(context)).model or {}).dtype_bytes
-    settings = config.job.mlx_lm
-    iterations = job_iterations(settings, plan.data.examples) or 0
+    settings, batch = config.job.mlx_lm, plan.batch_configuration
+    iterations = (batch.updates or 0) * (batch.gradient_accumulation_steps or 1)
     saves = iterations // int(settings["save_every"]) + 2 + bool(settings.get("save_best"))
     states = _STATE_BYTES * state_count(config)
     return SaveSize(trained * size, trained * (size * saves + states), memory.layers)

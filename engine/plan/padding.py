@@ -13,7 +13,6 @@ from engine.protocol.partition import budget_edges, input_width
 _ROWS = 20_000
 """Most rows that are laid out into batches."""
 _STEP = 256
-"""A suggested budget is a multiple."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,8 @@ def shapes(rows: Sequence[int], max_length: int, *, sequences: int = 1, budget: 
     if budget is not None:
         edges = budget_edges(rows, budget, max_length)
     sizes = [(end - start, input_width(rows[start], max_length)) for start, end in pairwise(edges)]
-    computed = sum(count * width for count, width in sizes)
-    largest = max(sizes, key=lambda size: size[0] * size[1])
-    return BatchShapes(len(rows) / len(sizes), largest, sum(max(tokens - 1, 0) for tokens in rows) / computed)
+    real = sum(max(tokens - 1, 0) for tokens in rows) / sum(map(math.prod, sizes))
+    return BatchShapes(len(rows) / len(sizes), max(sizes, key=math.prod), real)
 
 
 def suggested_budget(rows: Sequence[int], sequences: int, most: int | None) -> int:

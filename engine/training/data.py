@@ -249,8 +249,11 @@ class DataLoader:
     def _share(self, examples: Split, batch: Indices, *, validation: bool) -> Indices:
         if self._counts is not None:
             return batch[share_slice(len(batch), self._counts[validation], self._rank)]
-        edges = token_edges(examples.widths(batch), self._shares[validation])
-        return batch[edges[self._rank] : edges[self._rank + 1]]
+        shares = self._shares[validation]
+        # Else the first rank would always have the longest examples, and a gradient unlike the others'.
+        first = int(batch[0]) % len(shares)
+        edges = token_edges(examples.widths(batch), [*shares[first:], *shares[:first]])
+        return batch[slice(*edges[(self._rank - first) % len(shares) :][:2])]
 
     def end_batch(self, position: int) -> bool:
         """After the batch at `position`: where a chunk ends with it, free its memory, report it, and return True."""

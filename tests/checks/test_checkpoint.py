@@ -109,6 +109,13 @@ async def test_what_is_needed_follows_the_adapters_and_how_often_they_are_saved(
         assert state.needed_bytes == state.saved_bytes * files + 2 * 3 * 3 * state.saved_bytes
 
 
+async def test_what_is_needed_is_known_of_a_job_by_tokens(saving: Config) -> None:
+    async with fleet_of(saving) as fleet:
+        context = CheckContext(with_settings(saving, batch_size=None, batch_tokens=64, iters=None, epochs=1), fleet)
+        assert (await check.save_size(context)).needed_bytes
+        await context.close()
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "count"),
     [

@@ -102,7 +102,7 @@ def test_a_rank_without_rows_takes_part_with_none(tiny: Tiny, tail: Path, tmp_pa
     split = load(tiny, tail, tmp_path)
     made = make_job(tiny, tmp_path, data=str(tail), batch_tokens=BUDGET, max_seq_length=400)
     loaders = [DataLoader(split, made, [1.0, 1.0, 2.0], rank, None) for rank in range(3)]  # type: ignore[arg-type]
-    sampler, empty = split.sampler(1, made.seed), 0
+    sampler, empty, longest = split.sampler(1, made.seed), 0, [0, 0, 0]
     for position in range(sampler.batches_per_epoch):
         batches = [loader.batch(position) for loader in loaders]
         whole = split.batch(sampler.batch(position))
@@ -110,7 +110,8 @@ def test_a_rank_without_rows_takes_part_with_none(tiny: Tiny, tail: Path, tmp_pa
         assert sum(len(batch.tokens) for batch in batches if batch is not EMPTY) == len(whole.tokens)
         assert all(batch.targets > 0 for batch in batches if batch is not EMPTY)
         empty += sum(batch is EMPTY for batch in batches)
-    assert empty > 0
+        longest[max(range(3), key=lambda rank: batches[rank].tokens.shape[1])] += 1
+    assert empty > 0 and min(longest) > 0, "no rank has all the long examples"
 
 
 def test_epochs_and_the_rate_by_rule_are_those_of_the_batches(tiny: Tiny, tail: Path, tmp_path: Path) -> None:
