@@ -26,10 +26,10 @@ from engine.protocol.attempt import replacing
 from engine.protocol.job import AUTO
 
 EDITED_KEYS: Final = (
-    *("learning_rate", "batch_size", "iters", "epochs", "lora_parameters.rank", "num_layers", "max_seq_length"),
-    *("grad_accumulation_steps", "steps_per_eval", "save_every", "seed"),
+    *("learning_rate", "batch_size", "batch_tokens", "iters", "epochs", "lora_parameters.rank", "num_layers"),
+    *("max_seq_length", "grad_accumulation_steps", "steps_per_eval", "save_every", "seed"),
 )
-"""Those that people change most from one run to the next; a job has iters or epochs."""
+"""Those that people change most from one run to the next; of those in SAME_KEYS a job has one or the other."""
 _TABLE = re.compile(r"\s*\[")
 _COMMENT = re.compile(r"[^\"'#]*(?P<comment>\s+#.*)")
 Settings = Mapping[str, Any]

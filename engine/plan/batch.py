@@ -49,7 +49,7 @@ def batch_section(context: PlanContext, fits: int | None) -> BatchSection:
     _explain_batch(context, fits)
     rule = scaling_rule(str(settings["optimizer"]))
     base = BASE_RATES[rule]
-    by_rule = scaled_rate(total, rule)
+    by_rule = scaled_rate(context.sequences * context.accumulation, rule)
     warm = int((settings.get("lr_schedule") or {}).get("warmup", 0))
     per_epoch = context.updates_per_epoch
     _explain_rate(context)
@@ -165,7 +165,7 @@ def _peak_rate(context: PlanContext) -> float | None:
     schedule = context.settings.get("lr_schedule")
     if not schedule:
         rate, rule = context.settings["learning_rate"], scaling_rule(str(context.settings["optimizer"]))
-        return scaled_rate(context.total_batch or 1, rule) if rate == AUTO else float(rate)
+        return scaled_rate(context.sequences * context.accumulation, rule) if rate == AUTO else float(rate)
     arguments = [float(number) for number in schedule["arguments"]]
     rates = arguments[:2] if schedule["name"] == "linear_schedule" else arguments[:1]
     return max(rates, default=None)
@@ -194,7 +194,7 @@ def _suggested(context: PlanContext, fits: int | None) -> SuggestedBatch | None:
     rule = scaling_rule(str(settings["optimizer"]))
     rate = float(f"{scaled_rate(total, rule):.2g}")
     per_epoch = examples / total if examples else None
-    iterations = job_iterations({**settings, "batch_size": batch}, examples)
+    iterations = job_iterations(settings, examples // batch if examples is not None else None)
     updates = math.ceil(iterations / steps) if iterations is not None else None
     warm = warmup_steps(updates, per_epoch) if updates is not None else None
     keys = [f"batch_size = {batch}", f"grad_accumulation_steps = {steps}"]

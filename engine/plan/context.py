@@ -97,12 +97,12 @@ def why_unused(inputs: PlanInputs) -> str | None:
     return None
 
 
-def job_iterations(settings: Mapping[str, Any], examples: int | None) -> int | None:
-    """The iterations of a job with these mlx-lm keys; None where they depend on an unknown number of examples."""
+def job_iterations(settings: Mapping[str, Any], batches: int | None) -> int | None:
+    """The iterations of a job with these mlx-lm keys; None where they depend on an epoch's unknown `batches`."""
     epochs = settings.get("epochs")
     if epochs is None:
         return int(settings["iters"])
-    return epoch_iterations(float(epochs), examples // int(settings["batch_size"])) if examples is not None else None
+    return epoch_iterations(float(epochs), batches) if batches is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,22 @@ class PlanContext(Rationale, PlanInputs):
     @property
     def iterations(self) -> int | None:
         """None for a custom command, and for epochs over an unknown number of examples."""
-        return job_iterations(self.settings, self.examples) if self.settings else None
+        return job_iterations(self.settings, self._batches) if self.settings else None
+
+    @cached_property
+    def sequences(self) -> float:
+        """Those of a global batch; with batch_tokens the mean, less than one per rank perhaps."""
+        if self.budget is None or not self.rows:
+            return int(self.settings["batch_size"])
+        return shapes(self.rows, int(self.settings["max_seq_length"]), budget=self.budget).rows
+
+    @property
+    def _batches(self) -> int | None:
+        """Those of an epoch, which leaves out no example with batch_tokens."""
+        if self.examples is None:
+            return None
+        batches = self.examples / self.sequences
+        return round(batches) if self.budget is not None else int(batches)
 
     @property
     def updates(self) -> int | None:
@@ -214,7 +229,9 @@ class PlanContext(Rationale, PlanInputs):
 
     @property
     def updates_per_epoch(self) -> float | None:
-        return self.examples / self.total_batch if self.total_batch and self.examples is not None else None
+        if not self.settings or self.examples is None:
+            return None
+        return self.examples / (self.sequences * self.accumulation)
 
     def given(self, *keys: str) -> bool:
         """True if the configuration sets any of these keys of [job], or one differs from its default."""

@@ -21,7 +21,7 @@ from engine.task_result import Evaluated, Fused
 
 _CACHED = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+)/")
 """A model in the cache of huggingface_hub, by its owner and name."""
-_LENGTH = ("iters", "epochs", "batch_size", "grad_accumulation_steps", "max_seq_length")
+_LENGTH = ("iters", "epochs", "batch_size", "batch_tokens", "grad_accumulation_steps", "max_seq_length")
 _UPDATES = ("learning_rate", "lr_schedule", "optimizer", "num_layers", "lora_parameters", "mask_prompt", "seed")
 _NOUNS = {"lora": "LoRA adapter", "dora": "DoRA adapter", "full": "model"}
 

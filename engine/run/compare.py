@@ -286,6 +286,7 @@ _WORK: Final = {
     "fine_tune_type": "",
     "num_layers": ": more trained layers cost more a token",
     "batch_size": ": a small batch shares its fixed cost among fewer tokens",
+    "batch_tokens": ": a small batch shares its fixed cost among fewer tokens",
     "max_seq_length": ": attention costs more a token in long texts",
     "strategy": "",
     "wire": ": gradients take another number of bytes",

@@ -109,7 +109,7 @@ def evaluated_split(job: Job, task: Task, form: RowFormat, reporter: Reporter) -
     job = with_standard_data(job)
     names = [task.options["split"]] if task.options.get("split") else ["test", "valid"]
     for name in names:
-        if len(examples := Split(job, name, form, partial(warn_of_truncation, job, reporter))):
+        if len(examples := Split(job, name, form, partial(warn_of_truncation, job, reporter), reporter.going_on)):
             return name, examples
     files = " and ".join(f"{name}.jsonl" for name in names)
     raise JobError(f"{job.data} has no examples to evaluate on: {files} missing or empty")

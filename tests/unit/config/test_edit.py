@@ -87,6 +87,7 @@ def job(path: Path, keys: str = "") -> Config:
         (["fine_tune_type=dora", "lora_parameters.rank = 8"], {"lora_parameters.rank": 8}),
         (["fine_tune_type=full"], {"lora_parameters.rank": None}),
         (["epochs=2"], {"epochs": 2, "iters": None}),
+        (["batch_tokens=512"], {"batch_tokens": 512, "batch_size": None}),
     ],
 )
 def test_other_settings_are_those_that_the_file_would_have(

@@ -69,7 +69,7 @@ def test_a_budget_is_said_as_what_it_comes_to() -> None:
     assert 0.9 < found.real_share <= 1 and rows * width <= 8_192
     assert batch.total_batch_size == 2 * round(found.sequences_per_batch)
     assert batch.updates == pytest.approx(10_000 / found.sequences_per_batch, rel=0.02)
-    assert batch.learning_rate == batch.rule_learning_rate == scaled_rate(batch.total_batch_size, "sqrt")
+    assert batch.learning_rate == batch.rule_learning_rate == scaled_rate(2 * found.sequences_per_batch, "sqrt")
     text = dict(summary(made))["batch"]
     assert text.startswith(f"about {batch.total_batch_size} per update")
     assert f"the largest step has {rows:,} × {width:,}" in text
@@ -77,6 +77,14 @@ def test_a_budget_is_said_as_what_it_comes_to() -> None:
     assert batch.suggested is not None
     written = tomllib.loads(batch.suggested.job_keys)
     assert "batch_tokens" in written and "batch_size" not in written
+
+
+def test_iterations_and_the_rate_are_of_the_mean_batch_also_of_fewer_rows_than_ranks() -> None:
+    keys = {"batch_tokens": 1_024, "epochs": 2, "learning_rate": "auto"}
+    for length, rows in ((900, 1), (300, 3)):
+        batch = plan(keys, {length: 9}, examples=9).batch_configuration
+        assert (batch.updates, batch.epochs) == (2 * 9 / rows, 2)
+        assert batch.learning_rate == batch.rule_learning_rate == scaled_rate(rows, "sqrt")
 
 
 def test_a_budget_of_less_than_a_row_for_each_rank_is_launched_all_the_same() -> None:

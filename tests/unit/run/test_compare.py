@@ -159,6 +159,7 @@ def test_a_slow_exchange_is_the_first_reason(tmp_path: Path) -> None:
             {"job": {"batch_size": 2}},
             "it trains other work: batch_size is 2, not 4: a small batch shares its fixed cost",
         ),
+        ({"job": {"batch_tokens": 96}}, "it trains other work: batch_tokens is 96"),
         ({"pace": {"whole": 1.5, "data": 0.5}}, "it waits 500 ms a step for its data, not 10 ms: 33% of its step"),
         ({"versions": {"mlx": "0.31.0"}}, "mlx was 0.31.0, not 0.32.4"),
         ({"chips": {"node0": "M1", "node1": "M1"}}, "its chips are M1, M1, not M3, M3"),
