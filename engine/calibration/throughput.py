@@ -16,6 +16,7 @@ from engine.checks.context import CheckContext
 from engine.checks.leases import Leases, leased
 from engine.cluster.probe_results import ShortText, parse_line
 from engine.cluster.staging import HostLayout, gather_all, hosts_of
+from engine.config.mlx_lm_keys import full_sequences
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.failures.explanation import explained
@@ -62,10 +63,11 @@ _END_LIMIT_S = 4.0
 
 
 def step_batch(config: Config) -> int:
-    """Sequences of a measured step: an equal part of the global batch, rounded up."""
+    """Sequences of a measured step: an equal part of the global batch, rounded up; of batch_tokens as many of full
+    length."""
     if config.job.kind.own_model is not None:
         return SYNTHETIC_BATCH
-    return -(-int(config.job.mlx_lm.get("batch_size") or 1) // len(config.nodes))
+    return -(-full_sequences(config.job.mlx_lm) // len(config.nodes))
 
 
 async def measure_nodes(

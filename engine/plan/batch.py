@@ -199,7 +199,8 @@ def _suggested(context: PlanContext, fits: int | None) -> SuggestedBatch | None:
     warm = warmup_steps(updates, per_epoch) if updates is not None else None
     keys = [f"batch_size = {batch}", f"grad_accumulation_steps = {steps}"]
     if context.budget is not None:
-        keys[0] = f"batch_tokens = {_budget(context, batch, fits)}"
+        # As much more or less as there are more or fewer sequences.
+        keys[0] = f"batch_tokens = {max(1, round(context.budget * batch / context.sequences))}"
     if not settings.get("lr_schedule"):
         keys.append(f"learning_rate = {rate:g}")
         if warm is not None:

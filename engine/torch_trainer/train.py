@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
-from engine.protocol.checksums import package_versions
+from engine.protocol.checksums import crc32_text, package_versions
 from engine.protocol.job import TorchSettings, config_hash
 from engine.torch_trainer.checkpoint import StateCheckpoints, all_gather_object
 from engine.torch_trainer.model import (
@@ -35,7 +35,7 @@ from engine.torch_trainer.model import (
 from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
-from engine.training.checkpoint_files import Origin, TrainingPoint
+from engine.training.checkpoint_files import ORDER, Origin, TrainingPoint
 from engine.training.data import (
     EMPTY,
     Batch,
@@ -88,6 +88,7 @@ def load_training(process: TrainingProcess) -> TorchLoop:
     report_start(process, job, examples, checksum, counts, inputs=inputs, **about)
     loader = DataLoader(examples, job, [rank.share for rank in spec.ranks], process.rank, reporter)
     part, parts = (process.rank, spec.world_size) if strategy.partitioned else (0, 1)
+    inputs = {**inputs, ORDER: crc32_text(examples.order_checksum)}
     origin = Origin(config_hash(raw), spec.world_size, part, parts, inputs)
     checkpoints = StateCheckpoints(process, origin, strategy, package_versions(*_PACKAGES))
     start = checkpoints.resume() if spec.resume else TrainingPoint()

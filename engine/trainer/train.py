@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from engine.protocol.checksums import package_versions
+from engine.protocol.checksums import crc32_text, package_versions
 from engine.protocol.job import Job, JobError, config_hash
 from engine.protocol.partition import LayerSplit, format_split, layer_split, parse_split
 from engine.trainer.checkpoint.resume import CheckpointLocations, Resume
@@ -26,7 +26,7 @@ from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.local import LocalSteps
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
-from engine.training.checkpoint_files import Origin, ResumePoint, packer
+from engine.training.checkpoint_files import ORDER, Origin, ResumePoint, packer
 from engine.training.data import DataLoader, Split, checksums, files_checksum, load_splits, rank_facts, rank_job
 from engine.training.loop import report_start
 from engine.training.process import TrainingProcess
@@ -54,7 +54,7 @@ def load_training(process: TrainingProcess, collective: Collective) -> Loop:
     if job.optimizer_precision == "parameter" and any(value.dtype.size < 4 for _, value in trained):
         reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
     strategy = make_strategy(process, job, model, examples, collective)
-    loop = _make_loop(process, job, strategy, (valid, test), inputs)
+    loop = _make_loop(process, job, strategy, (valid, test), {**inputs, ORDER: crc32_text(examples.order_checksum)})
     if job.sample_prompts:
         loop.samples = Samples(job, strategy, tokenizer, process.control, reporter, raw=examples.form == "text")
     return loop

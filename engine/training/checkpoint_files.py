@@ -46,6 +46,10 @@ _FOLDER = re.compile(r"step-(\d{9})")
 _SUFFIX = {"none": "", "gzip": ".gz", "zstd": ".zst"}
 
 
+ORDER = "the order of train.jsonl"
+"""By its rows' tokens; not in states of releases that sorted by characters."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     name: str
@@ -74,7 +78,8 @@ class Origin:
     parts: int
     """1 where every rank has the whole state."""
     inputs: Mapping[str, str]
-    """Checksum of each input that the job names by its path: "train.jsonl", "valid.jsonl" and "the base model"."""
+    """Checksum of each input that the job names by its path: "train.jsonl", "valid.jsonl" and "the base model"; and of
+    ORDER."""
 
 
 @dataclass(frozen=True)
@@ -435,7 +440,10 @@ def check_manifest(
 
 def check_inputs(manifest: Manifest, present: Sequence[Mapping[str, str]], reporter: Reporter, *, accept: bool) -> None:
     """Its data and its base model are those that any rank has now (`present`: Origin.inputs). Raises JobError."""
-    changed = [name for name, value in manifest.inputs.items() if all(held.get(name) != value for held in present)]
+    saved = {ORDER: None, **manifest.inputs}
+    changed = [name for name, value in saved.items() if all(held.get(name) != value for held in present)]
+    if "train.jsonl" in changed:
+        changed = [name for name in changed if name != ORDER]
     if not changed:
         return
     message = f"{' and '.join(changed)} changed since the state of iteration {manifest.iteration} was saved"

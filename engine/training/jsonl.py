@@ -105,7 +105,8 @@ class JsonlIndex:
         """A number of each example, from `start` to before `end`, as a file beside the index keeps them: `count` gives
         those of some, in order, the first time. `key`: 32 bits of what they depend on besides the examples."""
         path = self._offsets.with_name(f"{self._offsets.stem}-{start}-{end}-{key:08x}.counts")
-        with contextlib.suppress(OSError):
+        # What is damaged, too, is counted again.
+        with contextlib.suppress(OSError, ValueError):
             stored = np.frombuffer(read_regular(path), _OFFSET)
             if len(stored) == end - start:
                 return stored.astype(np.int64)

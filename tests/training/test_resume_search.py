@@ -20,7 +20,7 @@ from engine.trainer.checkpoint.saving import EmergencyCheckpoint
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted
 from engine.trainer.strategies.base import Strategy
-from engine.training.checkpoint_files import MANIFEST_NAME, FileEntry, Manifest, ResumePoint
+from engine.training.checkpoint_files import MANIFEST_NAME, ORDER, FileEntry, Manifest, ResumePoint, check_inputs
 from tests.training.states import (
     INPUTS,
     WINDOW,
@@ -190,6 +190,24 @@ def test_a_state_of_other_data_or_another_base_model_is_used_only_when_told(tmp_
     assert messages == [
         "train.jsonl changed since the state of iteration 8 was saved, and --accept-changed-data goes on all the same"
     ]
+
+
+def test_a_state_of_another_order_of_the_examples_is_used_only_when_told(tmp_path: Path) -> None:
+    """As of a release that sorted them by characters, or of another version of the tokenizer."""
+    orders: tuple[dict[str, str], ...] = ({}, {ORDER: "crc32 00000001"}, {ORDER: "crc32 00000002"})
+    kept = [
+        store.write(tmp_path / str(number), snapshot(4), origin(inputs={**INPUTS, **order})).manifest
+        for number, order in enumerate(orders)
+    ]
+    present = [{**INPUTS, ORDER: "crc32 00000001"}]
+    check_inputs(kept[1], present, reporter(tmp_path / "same", 0), accept=False)
+    for manifest in (kept[0], kept[2]):
+        with pytest.raises(JobError, match=r"^the order of train\.jsonl changed since the state of iteration 8"):
+            check_inputs(manifest, present, reporter(tmp_path / "other", 0), accept=False)
+    check_inputs(kept[0], present, reporter(tmp_path / "told", 0), accept=True)
+    other = {**present[0], "train.jsonl": "crc32 00000002"}
+    with pytest.raises(JobError, match=r"^train\.jsonl changed"):
+        check_inputs(kept[2], [other], reporter(tmp_path / "both", 0), accept=False)
 
 
 def resume_runs(

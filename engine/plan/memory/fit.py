@@ -219,12 +219,17 @@ def _workloads(
 
 
 def rows_of_ranks(context: PlanContext, sequences: int) -> list[int]:
-    """Sequences of each rank of a global batch of so many of one length; at least one."""
+    """The most sequences of each rank of a global batch of so many of one length, whichever rank comes first; at least
+    one."""
     if context.budget is None:
         even = max(1, sequences // context.ranks)
         return [(context.micro_batches or {}).get(name, even) for name in context.names]
-    edges = token_edges([1] * sequences, [context.shares.parts[name] for name in context.names])
-    return [max(1, end - start) for start, end in pairwise(edges)]
+    shares, most = [context.shares.parts[name] for name in context.names], [1] * context.ranks
+    for first in range(context.ranks):
+        edges = token_edges([1] * sequences, [*shares[first:], *shares[:first]])
+        for number, (start, end) in enumerate(pairwise(edges), first):
+            most[number % context.ranks] = max(most[number % context.ranks], end - start)
+    return most
 
 
 def _step_workloads(

@@ -83,6 +83,8 @@ def test_neighbours_are_the_pairs_of_the_ring_each_once(names: str, pairs: list[
 def test_a_measured_step_is_an_equal_part_of_the_batch(nodes: int, batch: int, measured: int) -> None:
     deck = config([f"n{number}" for number in range(nodes)], batch=batch)
     assert step_batch(deck) == measured
+    by_tokens = {"max_seq_length": 100, "batch_tokens": 100 * batch + 1}
+    assert step_batch(deck.model_copy(update={"job": deck.job.model_copy(update={"mlx_lm": by_tokens})})) == measured
     own = deck.model_copy(update={"job": JobConfig(name="own", command=("x",))})
     assert step_batch(own) == 4
 

@@ -76,7 +76,9 @@ def test_a_budget_is_said_as_what_it_comes_to() -> None:
     assert not made.refusals
     assert batch.suggested is not None
     written = tomllib.loads(batch.suggested.job_keys)
-    assert "batch_tokens" in written and "batch_size" not in written
+    assert "batch_size" not in written
+    # The rate beside it is for the job's own total.
+    assert written["batch_tokens"] * written["grad_accumulation_steps"] == pytest.approx(2 * 8_192, rel=0.1)
 
 
 def test_iterations_and_the_rate_are_of_the_mean_batch_also_of_fewer_rows_than_ranks() -> None:
@@ -100,6 +102,11 @@ def test_memory_is_that_of_the_budget_whatever_the_mean_batch_is(strategy: str) 
     # Of one long example, which is longer than the budget.
     least = needed(plan({"batch_tokens": 64, "max_seq_length": 1_024}, strategy=strategy))
     assert all(small < large for small, large in zip(least, by_budget, strict=True))
+
+
+def test_any_rank_may_have_the_odd_row() -> None:
+    one, other = needed(plan({"batch_tokens": 3 * 1_024, "max_seq_length": 1_024}))
+    assert one == other == needed(plan({"batch_size": 4, "max_seq_length": 1_024}))[0]
 
 
 def test_where_every_row_was_measured_no_longer_one_is_expected() -> None:
