@@ -108,8 +108,11 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
     sound = any(all(file.fault is None for file in files) for files in read_files.values())
     for node, files in findings.answered(answers):
         fix = None if sound or node.name in conversions else _corrected_copy(files)
-        _check_node(files, settings, findings.on(node), fix)
-        findings.evidence[node.name] = f"{folders[node.name]}: {'; '.join(file.describe() for file in files)}"
+        advice = "" if node.name in conversions else f"; [data] valid = {VALID_SHARE} splits it off"
+        _check_node(files, settings, findings.on(node), fix, advice)
+        shapes = [conversions[node.name].describe()] if node.name in conversions else []
+        described = "; ".join([*(file.describe() for file in files), *shapes])
+        findings.evidence[node.name] = f"{folders[node.name]}: {described}"
     faulty = {node.name for node in findings.faulty}
     complete = {name: files for name, files in read_files.items() if name not in faulty}
     if not complete:
@@ -181,9 +184,12 @@ async def _try_rows(context: CheckContext, findings: Findings, node: NodeConfig,
     findings.overall.warnings += [] if findings.overall.faults else warnings
 
 
-def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: NodeFindings, fix: Fix | None) -> None:
+def _check_node(
+    files: list[DataFile], settings: Mapping[str, Any], findings: NodeFindings, fix: Fix | None, validation: str
+) -> None:
     """`files` are train, valid and test, as far as they are used. A missing valid.jsonl only warns, as long as no key
-    needs it: mlx-lm then trains without validation. `fix`: it corrects them on this node."""
+    needs it: mlx-lm then trains without validation. `fix`: it corrects them on this node. `validation`: what to do
+    where it is missing."""
     train, batch_size = files[0], int(settings.get("batch_size", 1))
     needed_by = next((key for key in ("patience", "save_best") if settings.get(key)), None)
     advice = f'set data = "{train.path.parent}{_CORRECTED}"'
@@ -194,7 +200,7 @@ def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: No
         message = f"{file.fault}, and {needed_by} needs it" if missing_validation and needed_by else file.fault
         report = findings.warn if missing_validation and needed_by is None else findings.fault
         if missing_validation:
-            message += f"; [data] valid = {VALID_SHARE} splits it off"
+            message += validation
         elif fix:
             message += f"; the fix writes a corrected copy, then {advice}"
         report(message, None if missing_validation else fix)

@@ -94,7 +94,7 @@ async def collect_plan_inputs(
         unwired = str(error)
     report, report_problem = await asyncio.to_thread(load_data_report, config)
     answering = [node for node in planned.nodes if node.name not in problems]
-    (model, model_source), (examples, examples_source), obstacles = await asyncio.gather(
+    (model, model_source), (count, examples_source), obstacles = await asyncio.gather(
         read_model(context, answering),
         _examples(context, answering, report),
         reporting_obstacles(context, planned.nodes[0], problems),
@@ -113,8 +113,9 @@ async def collect_plan_inputs(
         network_problem=unwired,
         model=model,
         model_source=model_source,
-        examples=examples,
+        examples=count.examples,
         examples_source=examples_source,
+        converted=count.converted,
         report=report,
         report_problem=report_problem,
         calibration=calibration,
@@ -259,27 +260,27 @@ async def capacity_inputs(context: CheckContext, model: str | None, mac_bytes: i
 
 async def _examples(
     context: CheckContext, nodes: list[NodeConfig], report: DataReport | None
-) -> tuple[int | None, str]:
+) -> tuple[ExampleCount, str]:
     """The number of training examples by the report, else the lines of train.jsonl, and its source; or why it is not
     known."""
     job = context.config.job
     if job.kind.own_model is not None:
-        return None, job.kind.own_model
+        return ExampleCount(), job.kind.own_model
     if report is not None and report.ifd_score.total_examples is not None:
-        return report.ifd_score.total_examples, "the data quality report"
+        return ExampleCount(examples=report.ifd_score.total_examples), "the data quality report"
 
     options = json.dumps(data_options(context.config))
 
-    async def read(node: NodeConfig, folder: str) -> tuple[int, str]:
+    async def read(node: NodeConfig, folder: str) -> tuple[ExampleCount, str]:
         result = await context.probe(
             node, "examples", f"{folder}/train.jsonl", options, result_type=ExampleCount, timeout_s=_LIMIT_S
         )
         if result.examples is None:
             raise InputError(result.problem or "not counted", where=node.name)
-        return result.examples, f"counted in train.jsonl on {node.name}"
+        return result, f"counted in train.jsonl on {node.name}"
 
-    examples, source = await _first_answer(context, nodes, lambda node: node.data or job.data, read)
-    return examples, source if examples is not None else f"not counted: {source}"
+    count, source = await _first_answer(context, nodes, lambda node: node.data or job.data, read)
+    return (count, source) if count is not None else (ExampleCount(), f"not counted: {source}")
 
 
 def _launching(inputs: PlanInputs, home: Path) -> Launching:
@@ -295,7 +296,8 @@ def _launching(inputs: PlanInputs, home: Path) -> Launching:
         make_home(home)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_hostfile(path, network)
-        return manual_launch(_chosen(inputs), network, path, JobSizes(_layers(inputs.model), inputs.examples, gradient))
+        sizes = JobSizes(_layers(inputs.model), inputs.examples, gradient, inputs.converted)
+        return manual_launch(_chosen(inputs), network, path, sizes)
     except OSError as error:
         why = f"the hostfile cannot be written: {error.strerror or error}"
         return Launching(launch_notes=(why,), hostfile=PlannedHostfile(path=None, document=hosts))

@@ -125,8 +125,12 @@ class ConversionReport(FrozenModel):
 
     @property
     def warnings(self) -> list[str]:
-        skipped = self.skipped.items()
-        return [f"{plural(count, 'row')} left out, {why} (first: {place})" for why, (count, place) in skipped]
+        lines = [
+            f"{plural(count, 'row')} left out, {why} (first: {place})" for why, (count, place) in self.skipped.items()
+        ]
+        empty = [name for name in self.split_off if not self.counts.get(name)]
+        rows = plural(sum(self.counts.values()), "row")
+        return lines + [f"no row is in {name}: {self.split_off[name]:.1%} of {rows} is none" for name in empty]
 
 
 class JsonlSummaries(FrozenModel):
@@ -335,6 +339,7 @@ class ModelConfiguration(_Report):
 class ExampleCount(_Report):
     tells = (("examples",), ("problem",))
     examples: Count | None = None
+    converted: ShortText | None = None
     problem: ShortText | None = None
 
 

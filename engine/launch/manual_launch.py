@@ -26,6 +26,7 @@ from engine.plan.network import NetworkPlan
 from engine.protocol.job import AUTO
 from engine.protocol.partition import epoch_iterations
 from engine.security.redact import is_public
+from engine.store.layout import node_root
 
 STARTING_PORT = 32323
 """mlx.launch's own default."""
@@ -45,6 +46,8 @@ class JobSizes:
     """For training."""
     gradient_bytes: int | None = None
     """The size of one all_sum."""
+    converted: str | None = None
+    """PlanInputs.converted."""
 
 
 def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: JobSizes) -> Launching:
@@ -55,7 +58,10 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
     ranks = len(config.nodes)
     if not config.job.words:
         settings = _settings(config, ranks, sizes, notes)
-        lines = [_training(config, node, settings, hostfile) for node in config.nodes]
+        nodes = [_with_converted(node, sizes.converted) for node in config.nodes]
+        lines = [_training(config, node, settings, hostfile) for node in nodes]
+        if sizes.converted is not None:
+            notes.append("--data is what `flightdeck preflight` makes of the job's data on each node")
         notes.append("mlx-lm averages the ranks' losses with equal weight, and gives all ranks equal shares")
     else:
         lines = [_command(config, rank, node) for rank, node in enumerate(config.nodes)]
@@ -133,6 +139,11 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
     if settings.pop("wire", "auto") != "auto":
         notes.append("mlx-lm sends gradients in their own type: wire is left out")
     return settings
+
+
+def _with_converted(node: NodeConfig, name: str | None) -> NodeConfig:
+    folder = f"{node_root() if node.local else '~/.flightdeck'}/data/{name}"
+    return node if name is None else node.model_copy(update={"data": folder})
 
 
 def _training(config: Config, node: NodeConfig, settings: Mapping[str, Any], hostfile: Path) -> str:

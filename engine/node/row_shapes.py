@@ -56,6 +56,8 @@ class _Parts:
         self.columns = columns
         self.read = set[str]()
         """Keys that were asked for and are there."""
+        self.unread = set[str]()
+        """Keys of messages."""
 
     def key(self, part: str) -> str | None:
         for key in (self.columns[part],) if part in self.columns else _PARTS.get(part, (part,)):
@@ -101,7 +103,7 @@ def convert(row: Row, shape: str, columns: Mapping[str, str]) -> tuple[str, Row,
         converted = _SHAPES[name](parts)
         if converted is not None:
             unread = {key for key, value in row.items() if value not in _EMPTY} - parts.read
-            return _name_of(name, parts), converted, unread
+            return _name_of(name, parts), converted, unread | parts.unread
     strings = [key for key, value in row.items() if isinstance(value, str)]
     prompt, completion, *_ = *strings, "KEY", "KEY"
     example = f'[data] columns = {{ prompt = "{prompt}", completion = "{completion}" }}'
@@ -180,7 +182,8 @@ def _text(parts: _Parts) -> Row | None:
     if not isinstance(parts.row.get(key), str):
         strings = [name for name, value in parts.row.items() if isinstance(value, str)]
         texts = [name for name in strings if not _ABOUT_A_ROW.fullmatch(name.lower())]
-        key = next(iter(strings if len(strings) == 1 else texts if len(texts) == 1 else []), "")
+        # Of an object without a text the title, or the id, is none either.
+        key = next(iter(texts or strings if len(parts.row) == 1 else texts if len(texts) == 1 else []), "")
     if not key:
         return None
     parts.read.add(key)
@@ -224,7 +227,10 @@ def _message(message: Any, parts: _Parts, number: int) -> Row:
     if not isinstance(role, str) or role.lower() not in _ROLES:
         raise ValueError(f"message {number} has {f'the role {role[:40]!r}' if isinstance(role, str) else 'no role'}")
     role = _ROLES[role.lower()]
-    kept = {key: _without_nulls(message[key]) for key in _KEPT if message.get(key) is not None}
+    # Templates also ask whether there is such a key: an empty list is no call.
+    kept = {key: _without_nulls(message[key]) for key in _KEPT if message.get(key) not in _EMPTY}
+    read = {*of_message.read, *_KEPT, "function_call"}
+    parts.unread |= {f"{key} of messages" for key, value in message.items() if value not in _EMPTY and key not in read}
     if isinstance(content, list):
         if any(not isinstance(piece, dict) or piece.get("type") != "text" for piece in content):
             raise ValueError(f"message {number} holds more than text")

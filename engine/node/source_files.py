@@ -43,6 +43,8 @@ _LONGEST_SIGN = 16
 _SEPARATORS = re.compile(r"[\s,]*")
 _BLOCK = 1 << 16
 """Characters."""
+_LONGEST_HEADER = 4
+"""Words of a column's name."""
 _ROWS = 256
 """Rows of a columnar file that are Python's values at a time."""
 
@@ -162,6 +164,8 @@ def _table(file: io.TextIOWrapper) -> Iterator[SourceRow]:
     names = [name.strip() for name in next(reader, [])]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise csv.Error(f"its header has {twice} twice")
+    if len(names) == 1 and len(names[0].split()) > _LONGEST_HEADER:
+        raise csv.Error("its first line is a text, where the header is to be")
     number = reader.line_num + 1
     for cells in reader:
         place, number = f"line {number}", reader.line_num + 1

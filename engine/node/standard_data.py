@@ -4,6 +4,7 @@ where it is one, or one that is written below the node root, once for the same c
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -32,10 +33,16 @@ _CHARACTERS_PER_TOKEN = 3
 """So that a piece of a text has less than max_seq_length tokens: English has some four."""
 _KEPT_S = 30 * 86_400
 """After so long without use a folder is removed: it can be made again."""
+_ABANDONED_S = 3600
+"""After so long without a write a conversion that was not completed is removed."""
 _SHOWN_FAULTS = 3
+_MOST_UNREAD = 100
 _REPORT = "conversion.json"
 """File of a folder that was written here: StandardData.about."""
 _SPLITS = ("train", "valid", "test")
+
+
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class StandardData(NamedTuple):
@@ -52,19 +59,24 @@ def standard_data(source: Path, options: Mapping[str, Any]) -> StandardData:
     options = {key: options.get(key) for key in ("prompt", "completion", "chat", "text", "max_seq_length", "data")}
     try:
         written = (source / _REPORT).is_file()
-        given = source.is_dir() and not options["data"] and _is_standard(source, options)
-        if written or given or not source.exists():
+        standard = source.is_dir() and _is_standard(source, options)
+        if written or (standard and not options["data"]) or not source.exists():
             return StandardData(source, None)
         files = source_files(source)
         if "train" not in files:
             return StandardData(source, None)
+        if standard:
+            options["data"] = {"valid": 0.0, **options["data"]}
         target = _root() / _digest(files, options)
         if not (target / _REPORT).is_file():
             _write(files, target, options)
         os.utime(target)
         return StandardData(target, json.loads(read_regular(target / _REPORT)))
     except OSError as error:
-        raise DataError(f"{source} cannot be read: {reason_of(error, source)}") from error
+        why, root, place = reason_of(error, source), str(_root()), str(error.filename or source)
+        if error.errno in _NOT_WRITTEN or place.startswith(root) or root.startswith(place):
+            raise DataError(f"{source} cannot be converted in {root}: {why}") from error
+        raise DataError(f"{source} cannot be read: {why}") from error
 
 
 def standard_files(files: Sequence[str], options: Mapping[str, Any]) -> tuple[list[Path], dict[str, Any] | None]:
@@ -157,6 +169,16 @@ class _Conversion:
         if self._faults:
             more = self._faults.pop("", 0)
             raise DataError("; ".join(self._faults) + (f", and {more:,} more rows" if more else ""))
+        counts = self.about["counts"]
+        if not counts["train"]:
+            others = [f"{count:,} {why}" for why, (count, _) in self.about["skipped"].items()]
+            others += [f"{count:,} in {name} ([data] {name} = 0: none)" for name, count in counts.items() if count]
+            source = os.path.commonpath([path for paths in self._files.values() for path in paths])
+            raise DataError(f"{source} has no row to train on{': ' * bool(others)}{', '.join(others)}")
+        for name, file in self._out.items():
+            # Stock mlx-lm ends at an empty one.
+            if not counts[name]:
+                Path(file.name).unlink()
 
     def _take(self, split: str, place: str, values: dict[str, Any]) -> str | None:
         """Write a row, or count it as skipped; returns why it cannot be read."""
@@ -171,15 +193,15 @@ class _Conversion:
             about["skipped"].setdefault(str(why), [0, place])[0] += 1
         except UnicodeEncodeError:
             return half_pair(values)
-        except ValueError as error:
-            return str(error)
+        except (TypeError, ValueError) as error:
+            return str(error) if isinstance(error, ValueError) else f"holds what JSON cannot: {error}"
         else:
             split = self._destination(split, line)
             self._out[split].write(line + b"\n")
             about["counts"][split] += 1
             about["shapes"][name] += 1
             if not unread.issubset(about["unread"]):
-                about["unread"] = sorted({*about["unread"], *unread})
+                about["unread"] = sorted({*about["unread"], *unread})[:_MOST_UNREAD]
         return None
 
     def _destination(self, split: str, line: bytes) -> str:
@@ -197,9 +219,10 @@ def _write(files: Mapping[str, list[Path]], target: Path, options: Mapping[str, 
     """Raises DataError, OSError."""
     make_private(target.parent)
     for folder in target.parent.iterdir():
-        # Another process may remove or rename it.
+        # Another process may remove or rename it. What is being converted is written to all the time.
         with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _KEPT_S:
+            limit = _ABANDONED_S if folder.name.startswith(".") else _KEPT_S
+            if time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) > limit:
                 shutil.rmtree(folder)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

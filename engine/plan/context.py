@@ -59,6 +59,8 @@ class PlanInputs:
     examples: int | None = None
     """Number of training examples."""
     examples_source: str = ""
+    converted: str | None = None
+    """The name of the folder that each node makes of its data; None for mlx-lm's own."""
     lengths: Mapping[int, int] = field(default_factory=dict)
     """Rows by their tokens, of some rows of the training data that a node has tokenised; empty if unknown."""
     report: DataReport | None = None

@@ -243,12 +243,23 @@ async def test_data_of_another_kind_is_said_with_its_shape_and_what_is_not_read(
     result = await run_check(check.run, config)
     assert result.status is CheckStatus.WARN
     assert f"1 row left out, without text (first: {data}/train.jsonl: row 101)" in result.summary
+    assert "1 file of text; 5.0% split off as valid; not read: id" in result.evidence["node0"]
     chosen = config.model_copy(update={"data": DataConfig(valid=0.2)})
     (data / "train.jsonl").write_text(json.dumps(rows))
     result = await run_check(check.run, chosen)
     valid = int(result.summary.split("valid ")[1].split()[0])
     expected = f"train {100 - valid}, valid {valid} examples, text, from 1 file of text; 20.0% split off as valid"
     assert (result.summary, 10 <= valid <= 30) == (f"{expected}; not read: id", True)
+
+
+async def test_a_split_that_gets_no_row_is_said(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "qa.csv").write_text("question,answer\n" + "".join(f"{row}?,b\n" for row in range(9)))
+    nodes = tuple(node.model_copy(update={"data": str(tmp_path / "qa.csv")}) for node in config.nodes)
+    few = config.model_copy(update={"nodes": nodes, "data": DataConfig(valid=1e-9)})
+    result = await run_check(check.run, few)
+    assert result.status is CheckStatus.WARN
+    assert "no row is in valid: 0.0% of 9 rows is none" in result.summary
+    assert "splits it off" not in result.summary
 
 
 @pytest.mark.usefixtures("tried_here")

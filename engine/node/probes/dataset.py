@@ -145,12 +145,13 @@ def probe_jsonl(keys: str, *files: str) -> dict[str, Any]:
 
 
 def probe_examples(file: str, keys: str) -> dict[str, Any]:
-    """`examples` (lines that are not blank), or `problem`. Of standard files nothing is parsed: millions take a moment.
-    `keys`: as for `probe_jsonl`."""
+    """`examples` (lines that are not blank), and `converted`, the name of the folder that is made of the data; or
+    `problem`. Of standard files nothing is parsed: millions take a moment. `keys`: as for `probe_jsonl`."""
     try:
-        (path,), _ = standard_files([file], json.loads(keys))
+        (path,), about = standard_files([file], json.loads(keys))
         with open_regular(path) as opened:
-            return {"examples": sum(1 for line in lines(opened) if not is_blank(line))}
+            count = sum(1 for line in lines(opened) if not is_blank(line))
+        return {"examples": count, "converted": path.parent.name if about is not None else None}
     except DataError as error:
         return {"problem": str(error)}
     except OSError as error:

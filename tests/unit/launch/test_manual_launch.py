@@ -25,7 +25,7 @@ def config(*nodes: NodeConfig, settings: dict[str, Any] | None = None, **job: An
     return Config(cluster=ClusterConfig(), nodes=nodes, job=JobConfig(**{**keys, **job}))
 
 
-def typed(job_config: Config, backend: str = "ring", **sizes: int) -> Launching:
+def typed(job_config: Config, backend: str = "ring", **sizes: Any) -> Launching:
     network: NetworkPlan = configured_network(job_config.nodes, backend)
     return manual_launch(job_config, network, HOSTFILE, JobSizes(**sizes))
 
@@ -50,6 +50,16 @@ def of_rank(launch: Launching, rank: int, home: Path) -> list[str]:
 def node(name: str, home: Path) -> NodeConfig:
     """One whose python shows what it is given."""
     return NodeConfig(name=name, ssh=f"{name}.local", ips=("10.0.0.1",), python="~/show", workdir=str(home))
+
+
+def test_data_that_mlx_lm_cannot_read_is_named_as_it_is_converted(tmp_path: Path, home: Path) -> None:
+    here = node("a", tmp_path).model_copy(update={"ssh": "127.0.0.1"})
+    nodes = here, node("b", tmp_path)
+    launch = typed(config(*nodes, settings={"batch_size": 8}, data="~/qa.csv"), converted="0123abc")
+    argvs = [of_rank(launch, rank, tmp_path) for rank in (0, 1)]
+    folders = [argv[argv.index("--data") + 1] for argv in argvs]
+    assert folders == [f"{home}/node/data/0123abc", f"{tmp_path}/.flightdeck/data/0123abc"]
+    assert any("flightdeck preflight" in note for note in launch.launch_notes)
 
 
 def test_each_rank_becomes_its_own_nodes_python_with_its_own_paths(tmp_path: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import bz2
+import datetime
 import gzip
 import io
 import json
 import lzma
+import os
+import resource
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -293,7 +297,7 @@ def test_data_in_a_known_shape_is_read(tmp_path: Path, name: str) -> None:
     file, raw, chosen, expected = READ[name]
     path = tmp_path / file
     path.write_bytes(raw if isinstance(raw, bytes) else raw())
-    data = standard_data(path, {**OPTIONS, "data": chosen})
+    data = standard_data(path, {**OPTIONS, "data": {"valid": 0, **chosen}})
     rows = rows_of(data)
     got = [row if "text" in row else row["messages"] for row in rows]
     assert sorted(got, key=json.dumps) == sorted(expected, key=json.dumps)
@@ -366,6 +370,25 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         b'{"question": "a \\ud83d", "answer": "b"}\n',
         {},
         "q.jsonl: line 1 has half of a surrogate pair (\\ud83d)",
+    ),
+    "titles without their texts": (
+        "squad.json",
+        json.dumps({"version": "1", "data": [{"title": "t", "paragraphs": [{"context": "c"}]}]}).encode(),
+        {},
+        "row 1 has a shape that is not known: it has title, paragraphs",
+    ),
+    "texts without a header": (
+        "t.csv",
+        b"the first of the texts\nthe second of the texts\n",
+        {},
+        "t.csv cannot be read: its first line is a text, where the header is to be",
+    ),
+    "no row": ("q.jsonl", b"\n", {}, "q.jsonl has no row to train on"),
+    "no row to train on": (
+        "q.jsonl",
+        jsonl([{"question": "a", "answer": ""}]),
+        {},
+        "q.jsonl has no row to train on: 1 without an answer",
     ),
     "many faults": ("q.jsonl", b"{bad\n" * 9, {"valid": 0}, ", and 6 more rows"),
 }
@@ -466,6 +489,69 @@ def test_the_same_content_is_converted_once_and_has_the_same_bytes(
     assert standard_data(tmp_path / "two" / "qa.csv", OPTIONS).folder == other and (other / "conversion.json").exists()
     (tmp_path / "two" / "qa.csv").write_text(f"{CSV}3,wind?,calm\n")
     assert standard_data(tmp_path / "two" / "qa.csv", OPTIONS).folder.name != first.name
+
+
+def test_a_standard_folder_is_split_only_where_that_is_said(tmp_path: Path) -> None:
+    rows = [{"prompt": f"level {number}?", "completion": "three"} for number in range(300)]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(jsonl(rows))
+    about = standard_data(tmp_path / "set", {**OPTIONS, "data": {"test": 0.2}}).about
+    assert about is not None and (about["split_off"], {*about["counts"]}) == ({"test": 0.2}, {"train", "test"})
+
+
+def test_a_split_without_rows_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "qa.csv").write_text("question,answer\na,b\n")
+    data = standard_data(tmp_path / "qa.csv", {**OPTIONS, "data": {"valid": 1e-9}})
+    # mlx-lm ends at an empty one.
+    assert data.about is not None and data.about["counts"] == {"train": 1, "valid": 0}
+    assert [path.name for path in data.folder.glob("*.jsonl")] == ["train.jsonl"]
+
+
+def test_keys_of_messages_without_a_value_are_left_out_and_others_are_named(tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "wind?", "tool_calls": [], "name": "", "refusal": None},
+        {"role": "assistant", "content": "calm", "tool_calls": [], "channel": "final"},
+    ]
+    (tmp_path / "chats.jsonl").write_bytes(jsonl([{"messages": turns}]))
+    data = standard_data(tmp_path / "chats.jsonl", {**OPTIONS, "data": {"valid": 0}})
+    expected = [{"role": "user", "content": "wind?"}, {"role": "assistant", "content": "calm"}]
+    assert rows_of(data) == [{"messages": expected}]
+    assert data.about is not None and data.about["unread"] == ["channel of messages"]
+
+
+def test_a_value_that_is_not_of_json_is_refused_with_its_row(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    row = {"question": "a", "answer": "b", "tools": [{"since": datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)}]}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: row 1 holds what JSON cannot: .*datetime"):
+        standard_data(tmp_path / "a.parquet", OPTIONS)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qa.csv").write_text(CSV)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLIGHTDECK_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=f"qa.csv cannot be converted in {tmp_path}/file/node/data: "):
+        standard_data(tmp_path / "qa.csv", OPTIONS)
+    monkeypatch.setenv("FLIGHTDECK_HOME", str(home))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(DataError, match=f"qa.csv cannot be converted in {home}/node/data: File too large"):
+            standard_data(tmp_path / "qa.csv", OPTIONS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_what_an_interrupted_conversion_has_left_is_removed(tmp_path: Path, home: Path) -> None:
+    for name, age in ((".old", 7200), (".new", 60), ("unused", 40 * 86_400), ("used", 86_400)):
+        (folder := home / "node" / "data" / name).mkdir(parents=True)
+        (folder / "train.jsonl").touch()
+        for path in (folder / "train.jsonl", folder):
+            os.utime(path, (time.time() - age,) * 2)
+    (tmp_path / "qa.csv").write_text(CSV)
+    folder = standard_data(tmp_path / "qa.csv", OPTIONS).folder
+    assert {path.name for path in (home / "node" / "data").iterdir()} == {".new", "used", folder.name}
 
 
 def test_many_processes_convert_the_same_at_once(tmp_path: Path) -> None:
