@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from engine.config.mlx_lm_keys import DEFAULTS
+from engine.config.mlx_lm_keys import DEFAULTS, full_sequences
 from engine.config.models import Config
 from engine.job.traits import PARTITIONED
 from engine.measurements import (
@@ -47,7 +47,7 @@ def predict_throughput(
     measured = {measure.node for measure in measures}
     if missing := [name for name in shares.parts if name not in measured]:
         return ThroughputPrediction(why_not=f"not measured: {', '.join(missing)}")
-    batch = int(config.job.mlx_lm.get("batch_size") or len(measures))
+    batch = full_sequences(config.job.mlx_lm, len(measures))
     try:
         counts = shares.micro_batches(batch)
         exchanged = _exchange_of(config, calibration, len(measures), wire, strategy or config.job.strategy)

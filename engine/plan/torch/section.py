@@ -151,9 +151,12 @@ def _environment(context: PlanContext) -> Mapping[str, str]:
 
 def _resolved(context: PlanContext, fit: TorchFit) -> dict[str, Any]:
     """The job's keys as the trainer reads them, with each "auto" resolved."""
-    job = context.job
+    job, options = context.job, context.config.data.options
     named = {"model": job.model, "data": job.data, "fine_tune_type": job.fine_tune_type, "framework": "torch"}
-    return {**context.settings, **named, **dict(fit.chosen), "chunking": job.chunking, "chunk_size": job.chunk_size}
+    of_data = {"data_options": options} if options else {}
+    # With batch_tokens the context's batch_size is the mean.
+    given = {key: value for key, value in context.settings.items() if context.budget is None or key != "batch_size"}
+    return {**given, **named, **of_data, **dict(fit.chosen), "chunking": job.chunking, "chunk_size": job.chunk_size}
 
 
 def _candidates(fit: TorchFit) -> tuple[TorchCandidate, ...]:

@@ -138,6 +138,14 @@ def test_the_shares_of_the_calibration_make_the_batch_of_the_job() -> None:
     assert found.speed_up == pytest.approx(4 / 3, rel=0.01)
 
 
+def test_a_budget_of_tokens_is_predicted_as_its_sequences_of_full_length() -> None:
+    deck, taken = config(["a", "b"], batch=8), calibration({"a": 3.0, "b": 1.0})
+    by_tokens = {"max_seq_length": 100, "batch_tokens": 850}
+    other = deck.model_copy(update={"job": deck.job.model_copy(update={"mlx_lm": by_tokens})})
+    expected, found = (predict_throughput(each, taken, divide_batch(each, taken)) for each in (deck, other))
+    assert expected.examples_per_s == found.examples_per_s
+
+
 def test_an_accumulated_update_is_communicated_once() -> None:
     deck, taken = config(["a", "b"]), calibration({"a": 3.0, "b": 1.0})
     more = deck.model_copy(

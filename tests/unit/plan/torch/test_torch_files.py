@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from engine.config.models import CheckpointConfig, ClusterConfig, RecoveryConfig
+from engine.config.models import CheckpointConfig, ClusterConfig, DataConfig, RecoveryConfig
 from engine.plan.document import ChosenTorchSettings, Disabled
 from tests.data import DATA
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B
@@ -95,6 +95,14 @@ def test_the_files_of_fsdp_wrap_the_blocks_of_the_model() -> None:
     assert made.wrap_classes == ("Qwen3DecoderLayer",) == (config["fsdp_transformer_layer_cls_to_wrap"],)
     assert (config["fsdp_version"], config["fsdp_reshard_after_forward"]) == (2, False)
     assert config["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
+
+
+def test_the_job_file_has_the_budget_and_how_the_data_is_read() -> None:
+    data = {"data": DataConfig(valid=0.2)}
+    made = plan(box("h", 2), {"batch_tokens": 8_192}, model=TINY, lengths={300: 50}, examples=50, config=data)
+    job = json.loads(section(made).files["job.json"])["job"]
+    assert job["batch_tokens"] == 8_192 and "batch_size" not in job
+    assert job["data_options"] == {"valid": 0.2}
 
 
 def test_the_job_file_has_nothing_left_to_choose() -> None:
