@@ -12,7 +12,9 @@ Exits 1 when a target is missed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import io
 import itertools
 import json
 import math
@@ -32,7 +34,7 @@ from mlx_lm.utils import load_tokenizer
 
 from engine.demo_model import calls
 from engine.plan.padding import suggested_budget
-from engine.protocol.job import Job
+from engine.protocol.job import Job, scaled_rate
 from engine.trainer.model import row_format
 from engine.training.data import Split
 from tests.bench.equal_data import write_llama
@@ -55,7 +57,7 @@ def log_normal(dice: random.Random, mean: float, spread: float) -> int:
 
 KINDS: Final[dict[str, Callable[[random.Random], int]]] = {
     "alpaca-like": lambda dice: 30 + log_normal(dice, 60, 0.8),
-    "short chats with a tail": lambda dice: dice.randint(500, 1_500) if dice.random() < 0.03 else dice.randint(30, 150),
+    "short chats with a tail": lambda dice: dice.randint(500, 1_500) if dice.random() < 0.03 else dice.randint(20, 100),
     "log-normal 300": lambda dice: log_normal(dice, 300, 0.8),
     "multi-turn 800": lambda dice: log_normal(dice, 800, 0.5),
 }
@@ -120,7 +122,9 @@ class Data:
     def stock_batches(self) -> list[tuple[int, int]]:
         rows = [json.loads(line) for line in (self.folder / "train.jsonl").read_text().splitlines()]
         made = iterate_batches(CacheDataset(TextDataset(rows, self._tokenizer)), BATCH, LONGEST)
-        return [(sum(end - 1 for _, end in ends.tolist()), tokens.size - len(tokens)) for tokens, ends in made]
+        # It prints a line for each batch that it truncates.
+        with contextlib.redirect_stdout(io.StringIO()):
+            return [(sum(end - 1 for _, end in ends.tolist()), tokens.size - len(tokens)) for tokens, ends in made]
 
 
 def share(batches: list[tuple[int, int]]) -> float:
@@ -166,11 +170,15 @@ def compared(data: Data, name: str, seconds: float, *, tailed: bool) -> Iterator
 
 
 def learned(data: Data, epochs: int) -> Figure:
-    """The validation loss after the same data, by budget and by batch."""
+    """The validation loss after the same data, by budget and by batch, each at the rate that the rule has for the
+    examples of its updates, 1e-3 at a batch of 8."""
     losses = []
     for budget in (data.budget, None):
         directory = Path(mkdtemp(prefix="run-", dir=data.folder.parent))
-        keys = {"epochs": epochs, "val_batches": -1, "steps_per_eval": 1_000_000, "learning_rate": 1e-3}
+        sizes = data.batches(budget)
+        examples = len(list(data.folder.joinpath("train.jsonl").open())) / len(sizes)
+        rate = 1e-3 * scaled_rate(examples, "sqrt") / scaled_rate(BATCH, "sqrt")
+        keys = {"epochs": epochs, "val_batches": -1, "steps_per_eval": 1_000_000, "learning_rate": rate}
         run = run_ours(directory, data.job(budget, **keys, fine_tune_type="full"), (1.0,))
         losses.append([event["val_loss"] for event in run.events(0, "validation")])
     (before, by_budget), (_, by_batch) = losses
