@@ -37,10 +37,11 @@ def served_text(served: ServedRequests) -> str:
 
 
 def serving_lines(snapshot: RunSnapshot, how_to_stop: str) -> Iterator[str]:
-    """The requests that a server that goes on has answered."""
+    """The requests that a server that goes on has answered. `how_to_stop`: "" where a console only reads."""
     if not snapshot.record.state.ended and any(result.kind == "serving" for result in snapshot.task_results):
         served = snapshot.ranks[0].served if snapshot.ranks else None
-        yield f"{served_text(served) if served is not None else 'no request yet'}{how_to_stop}"
+        text = served_text(served) if served is not None else "no request yet"
+        yield "; ".join(filter(None, (text, how_to_stop)))
 
 
 def _row(result: Evaluated) -> tuple[str, ...]:

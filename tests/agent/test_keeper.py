@@ -443,9 +443,9 @@ def test_a_log_at_its_size_limit_counts_what_is_lost(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 3.5 MB, more than the bundle and less than an output; the size-limit test covers machines
+    """A real file system of 4 MB, more than the bundle and less than an output; the size-limit test covers machines
     that may not mount one."""
-    with mounted_disk(tmp_path / "disk", "3500k") as disk:
+    with mounted_disk(tmp_path / "disk", "4000k") as disk:
         yield disk
 
 

@@ -401,7 +401,7 @@ def task_results(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Co
     """The results of a task on what another run has trained."""
     texts = (
         *result_lines(snapshot.task_results, ended=snapshot.record.state.ended),
-        *serving_lines(snapshot, state.key("; ctrl+x stops it")),
+        *serving_lines(snapshot, state.key("ctrl+x stops it")),
     )
     lines = [line for text in texts for line in text.splitlines() or [""]]
     return [Content(part) for line in lines for part in textwrap.wrap(line, max(20, width)) or [""]]
