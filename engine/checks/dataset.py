@@ -17,12 +17,12 @@ from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, copies, copy_file, move_aside
 from engine.checks.obstacles import TRIAL_LIMIT_S, data_files, data_options, row_warnings, rows_refused, try_rows
 from engine.checks.plan_inputs import load_data_report
-from engine.cluster.agent_client import each_of
+from engine.cluster.agent_client import each_of, value_of
 from engine.cluster.probe_results import ConversionReport, JsonlSummaries, JsonlSummary
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError
-from engine.models import CheckResult
+from engine.errors import FlightDeckError, LaunchError
+from engine.models import CheckResult, Late
 from engine.node.probes.foreign_files import WAYS
 from engine.node.probes.template import TEXT_MASKED
 from engine.node.standard_data import VALID_SHARE
@@ -95,7 +95,12 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
 
     async def read(node: NodeConfig) -> list[DataFile]:
         files = data_files(settings, folders[node.name])
-        read = await context.probe(node, "jsonl", keys, *files, result_type=JsonlSummaries, timeout_s=_READ_LIMIT_S)
+        agent = context.agent(node)
+        reply = await agent.probe("jsonl", keys, *files, result_type=JsonlSummaries, timeout_s=_READ_LIMIT_S)
+        if isinstance(reply, Late):
+            todo = "`flightdeck data` takes the time to convert large data on each node, once"
+            raise LaunchError("the data was not read", where=node.name, why=str(reply), todo=todo)
+        read = value_of(reply, node)
         if read.conversion is not None:
             conversions[node.name] = read.conversion
         answers = each_of(read.files, files, node)

@@ -11,8 +11,16 @@ from engine.checks.dataset import interpret_file
 from engine.checks.obstacles import data_options, row_settings, row_warnings, rows_refused, try_rows
 from engine.cluster.agent_client import each_of
 from engine.cluster.file_copy import FileCopy
-from engine.cluster.probe_results import ConversionReport, JsonlSummaries, JsonlSummary, RowsReport, ShownRow
-from engine.errors import InputError
+from engine.cluster.probe_results import (
+    ConversionReport,
+    ExampleCount,
+    JsonlSummaries,
+    JsonlSummary,
+    RowsReport,
+    ShownRow,
+)
+from engine.config.models import NodeConfig
+from engine.errors import FlightDeckError, InputError
 from engine.models import FrozenModel
 from engine.snapshots import ResultFile
 
@@ -47,7 +55,9 @@ async def inspect_data(context: CheckContext, shown: int) -> DataInspection:
     files = [interpret_file(PurePosixPath(file.path or path), file, job.mlx_lm) for path, file in answers]
     faults = [file.describe() for file in files if file.fault and (file.path.stem == "train" or not file.absent)]
     present = {file.path.stem: file for file in files if not file.absent and not faults}
-    warnings = [*read.conversion.warnings] if read.conversion is not None else []
+    warnings = list[str]()
+    if read.conversion is not None:
+        warnings = [*read.conversion.warnings, *await _convert_elsewhere(context)]
     tallies = [(str(file.path), file.seen.tally) for file in present.values()]
     lengths, rows = dict[str, dict[int, int]](), RowsReport(rows=[])
     model = context.path(node, node.model or job.model) if job.model is not None else ""
@@ -71,6 +81,19 @@ async def inspect_data(context: CheckContext, shown: int) -> DataInspection:
         warnings=tuple(warnings),
         faults=tuple(dict.fromkeys(faults)),
     )
+
+
+async def _convert_elsewhere(context: CheckContext) -> list[str]:
+    """On the other nodes, so that a preflight has the time for data that is large; why some could not."""
+    keys, job = json.dumps(data_options(context.config)), context.config.job
+
+    async def convert(node: NodeConfig) -> ExampleCount:
+        path = f"{context.path(node, node.data or job.data or '')}/train.jsonl"
+        return await context.probe(node, "examples", path, keys, result_type=ExampleCount, timeout_s=_LIMIT_S)
+
+    answers = await context.on_all_nodes(convert, context.config.nodes[1:])
+    problems = {name: str(one) if isinstance(one, FlightDeckError) else one.problem for name, one in answers.items()}
+    return [f"not converted on {name}: {problem}" for name, problem in problems.items() if problem]
 
 
 async def copy_data(context: CheckContext, inspection: DataInspection, folder: Path) -> None:

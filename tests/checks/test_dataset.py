@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checks import dataset as check
+from engine.checks.context import CheckContext
+from engine.checks.inspection import inspect_data
 from engine.config.models import Config, DataConfig
 from engine.models import CheckResult, CheckStatus
 from engine.node.probes import dataset
@@ -260,6 +262,33 @@ async def test_a_split_that_gets_no_row_is_said(config: Config, tmp_path: Path) 
     assert result.status is CheckStatus.WARN
     assert "no row is in valid: 0.0% of 9 rows is none" in result.summary
     assert "splits it off" not in result.summary
+
+
+async def test_large_data_is_refused_with_the_command_that_converts_it_on_each_node(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qa.csv").write_text("question,answer\na?,b\nc?,d\n")
+    (tmp_path / "bad.csv").write_text("question,answer\na?\n")
+    paths = [str(tmp_path / name) for name in ("qa.csv", "bad.csv")]
+    nodes = tuple(
+        node.model_copy(update={"data": path, "model": None}) for node, path in zip(config.nodes, paths, strict=True)
+    )
+    unmodelled = config.job.model_copy(update={"model": None})
+    large = config.model_copy(update={"nodes": nodes, "job": unmodelled, "data": DataConfig(valid=0)})
+    monkeypatch.setattr(check, "_READ_LIMIT_S", 1e-6)
+    result = await run_check(check.run, large)
+    assert result.status is CheckStatus.FAIL
+    assert "`flightdeck data` takes the time to convert large data on each node, once" in result.summary
+    inspected = []
+
+    async def inspect(context: CheckContext) -> CheckResult:
+        inspected.append(await inspect_data(context, 1))
+        return result
+
+    await run_check(inspect, large)
+    assert inspected[0].faults == () and inspected[0].files["train"].examples == 2
+    expected = f"not converted on node1: {paths[1]}: line 2 has 1 fields, and the header has 2"
+    assert inspected[0].warnings == (expected,)
 
 
 @pytest.mark.usefixtures("tried_here")

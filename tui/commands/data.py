@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping
 
 from engine.api import DataInspection, Engine, ExitCode
+from engine.errors import plural
 from tui.commands.terminal import Lines, accepted_config, print_json
 
 
@@ -38,7 +39,7 @@ def show(lines: Lines, inspection: DataInspection) -> None:
         how = inspection.conversion.describe() if inspection.conversion is not None else "mlx-lm's own files"
         lines.wrap("read as   ", how, 10)
     for name, file in inspection.files.items():
-        lines.say(f"{name:<10}{file.examples:,} rows, {file.form}{_lengths(inspection.lengths.get(name, {}))}")
+        lines.say(f"{name:<10}{plural(file.examples, 'row')}, {file.form}{_lengths(inspection.lengths.get(name, {}))}")
     # The first token is never a target.
     if tokens := sum(max(0, row.tokens - row.cut - 1) for row in inspection.rows):
         lines.say(

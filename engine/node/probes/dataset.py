@@ -117,7 +117,7 @@ def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None
 def place_problem(path: Path) -> str | None:
     """Why there is no folder for a file of examples."""
     folder = path.parent
-    return None if folder.is_dir() else f"no such directory: {folder}{did_you_mean(folder, 'train.jsonl')}"
+    return None if folder.is_dir() else f"there is no {folder}{did_you_mean(folder, 'train.jsonl')}"
 
 
 def check_file(path: Path, keys: dict[str, str], trained: set[int] | None = None) -> dict[str, Any]:
