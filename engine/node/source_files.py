@@ -167,12 +167,15 @@ def _table(file: io.TextIOWrapper) -> Iterator[SourceRow]:
     if len(names) == 1 and len(names[0].split()) > _LONGEST_HEADER:
         raise csv.Error("its first line is a text, where the header is to be")
     number = reader.line_num + 1
-    for cells in reader:
-        place, number = f"line {number}", reader.line_num + 1
-        if not any(cell.strip() for cell in cells):
-            continue
-        fault = None if len(cells) == len(names) else f"has {len(cells)} fields, and the header has {len(names)}"
-        yield SourceRow(place, {} if fault else dict(zip(names, cells)), fault)  # noqa: B905  (Python 3.9)
+    try:
+        for cells in reader:
+            place, number = f"line {number}", reader.line_num + 1
+            if not any(cell.strip() for cell in cells):
+                continue
+            fault = None if len(cells) == len(names) else f"has {len(cells)} fields, and the header has {len(names)}"
+            yield SourceRow(place, {} if fault else dict(zip(names, cells)), fault)  # noqa: B905  (Python 3.9)
+    except csv.Error as error:
+        raise csv.Error(f"line {number}: {error}") from error
 
 
 def _columns(path: Path, file: BinaryIO, kind: str) -> Iterator[SourceRow]:

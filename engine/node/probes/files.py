@@ -61,6 +61,9 @@ def _or_reason(checksum: Callable[[Path], str], path: Path) -> str:
 
 
 def _file_checksum(path: Path) -> str:
+    if path.name == "valid.jsonl" and path.parent.is_dir() and not path.exists():
+        # No examples, to a trainer.
+        return crc32_text(0)
     with open_regular(path) as file:
         return crc32_text(crc32(file))
 

@@ -383,6 +383,12 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         {},
         "t.csv cannot be read: its first line is a text, where the header is to be",
     ),
+    "a quote without its end": (
+        "q.csv",
+        b'question,answer\na,b\n"c,d\ne,f\n',
+        {},
+        "q.csv cannot be read: line 3: unexpected end of data",
+    ),
     "no row": ("q.jsonl", b"\n", {}, "q.jsonl has no row to train on"),
     "no row to train on": (
         "q.jsonl",

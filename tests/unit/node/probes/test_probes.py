@@ -20,8 +20,11 @@ import pytest
 
 from engine.node import processes
 from engine.node.probes import dataset, did_you_mean, model_files, nearest, network, storage
+from engine.node.probes.files import probe_inputs
 from engine.node.processes import start_time
 from engine.protocol.attempt import NONCE_ENV
+from engine.protocol.checksums import crc32_text
+from engine.training.jsonl import JsonlRows
 from tests.machine import NONCE, WATCHED
 from tests.waiting import wait_until
 
@@ -294,3 +297,13 @@ def test_an_id_of_the_hugging_face_hub_is_found_in_its_cache_or_its_download_is_
         path.parent.mkdir(exist_ok=True)
         assert did_you_mean(path, holding) == "", "a folder of one's own that lacks this one"
         path.parent.rmdir()
+
+
+def test_a_missing_validation_has_the_checksum_that_a_trainer_reports(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "tower"}\n')
+    keys = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text", "data": {}}
+    files = {"files": ["train.jsonl", "valid.jsonl"], "packages": []}
+    request = {"data": str(tmp_path), "model": str(tmp_path), "options": {**keys, "max_seq_length": 64}, **files}
+    inputs = probe_inputs(json.dumps(request))["inputs"]
+    there = [JsonlRows(tmp_path / name).checksum for name in files["files"]]
+    assert [inputs[name] for name in files["files"]] == [crc32_text(checksum) for checksum in there]
