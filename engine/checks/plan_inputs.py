@@ -265,7 +265,7 @@ async def _examples(
     known."""
     job = context.config.job
     if job.kind.own_model is not None:
-        return ExampleCount(), job.kind.own_model
+        return ExampleCount(problem=job.kind.own_model), job.kind.own_model
     if report is not None and report.ifd_score.total_examples is not None:
         return ExampleCount(examples=report.ifd_score.total_examples), "the data quality report"
 
@@ -280,7 +280,7 @@ async def _examples(
         return result, f"counted in train.jsonl on {node.name}"
 
     count, source = await _first_answer(context, nodes, lambda node: node.data or job.data, read)
-    return (count, source) if count is not None else (ExampleCount(), f"not counted: {source}")
+    return (count, source) if count is not None else (ExampleCount(problem=source), f"not counted: {source}")
 
 
 def _launching(inputs: PlanInputs, home: Path) -> Launching:
