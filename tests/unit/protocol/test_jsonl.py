@@ -42,7 +42,7 @@ def test_what_mlx_lm_reads_is_read_the_same(
     assert index.rows(list(range(len(index)))) == rows
     report = read_lines(path, KEYS)
     assert (report["examples"], report["faults"]) == (len(rows), [])
-    assert probe_examples(str(path), json.dumps(KEYS)) == {"examples": len(rows)}
+    assert probe_examples(str(path), json.dumps(KEYS)) == {"examples": len(rows), "converted": None}
     assert has_examples(path, max(1, len(rows))) == bool(rows)
     assert [line_number(path, number) for number in range(len(rows))] == list(range(1, len(rows) + 1))
 
