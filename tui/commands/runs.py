@@ -169,7 +169,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     _show_attempts(lines, snapshot)
     _show_ranks(lines, snapshot)
     _show_watch(lines, snapshot)
-    how_to_stop = f"; to stop it: flightdeck abort {record.id}"
+    how_to_stop = f"to stop it: flightdeck abort {record.id}"
     for text in (*result_lines(snapshot.task_results, ended=record.state.ended), *serving_lines(snapshot, how_to_stop)):
         lines.say(f"  {text}")
     for label, text in sample_texts(snapshot.samples):
