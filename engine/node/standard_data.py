@@ -106,9 +106,8 @@ def _is_standard(folder: Path, options: Mapping[str, Any]) -> bool:
         with contextlib.suppress(ValueError):
             row = parse(first)
             form = form_of(row, options)
-            # What mlx-lm would take for another thing: KTO's undesirable answers, tools as a text.
-            odd = (isinstance(row.get("label"), bool) and form == "completions") or isinstance(row.get("tools"), str)
-            if odd or fault_of(row, form, options) is not None:
+            # A template would take tools that are a text for something else.
+            if isinstance(row.get("tools"), str) or fault_of(row, form, options) is not None:
                 with contextlib.suppress(Skipped):
                     convert(row, "auto", columns_of(options))
                 return False

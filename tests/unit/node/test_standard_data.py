@@ -567,9 +567,11 @@ def test_many_processes_convert_the_same_at_once(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_mlx_lm_is_left_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_bytes(jsonl(keyed("prompt", "completion")))
-    assert standard_data(tmp_path, OPTIONS) == (tmp_path, None)
-    assert standard_data(tmp_path / "train.jsonl", OPTIONS) == (tmp_path, None)
+    rows = keyed("prompt", "completion")
+    for standard in (rows, [{**row, "label": False} for row in rows]):
+        (tmp_path / "train.jsonl").write_bytes(jsonl(standard))
+        assert standard_data(tmp_path, OPTIONS) == (tmp_path, None)
+        assert standard_data(tmp_path / "train.jsonl", OPTIONS) == (tmp_path, None)
     own_keys = {**OPTIONS, "prompt": "instruction", "completion": "output"}
     (tmp_path / "train.jsonl").write_bytes(jsonl(ALPACA))
     assert standard_data(tmp_path, own_keys) == (tmp_path, None)
