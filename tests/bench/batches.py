@@ -160,7 +160,7 @@ def compared(data: Data, name: str, seconds: float, *, tailed: bool) -> Iterator
     budget = timed(data, data.budget, seconds, stock=False)
     value = f"{budget.speed:,.0f}, {ours.speed:,.0f} and {stock.speed:,.0f} real tok/s"
     times = f"{budget.speed / ours.speed:.2f} × ours by batch, {budget.speed / stock.speed:.2f} × stock"
-    least = 1.5 if tailed else 1.0
+    least = 1.5 * tailed
     met = budget.speed >= 1.5 * stock.speed and budget.speed >= least * ours.speed
     target = "≥ 1.5 × stock" + ", ≥ 1.5 × ours" * tailed
     yield Figure(f"{name}: by budget, by batch, stock", f"{value}: {times}", target, met)
