@@ -19,9 +19,8 @@ from engine.cluster.probe_results import LeaseHeld, LeaseReleased
 from engine.cluster.staging import HostLayout, gather_all
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError
-from engine.node.bootstrap import make_private
+from engine.node.bootstrap import make_private, node_root
 from engine.protocol.attempt import CHECK_PREFIX
-from engine.store.layout import node_root
 
 LEASE_S = 7.0
 _HEARTBEAT_S = 1.0

@@ -22,14 +22,13 @@ from engine.cluster.transport.base import Channel, Completed, Transport, expande
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.models import Late, NoValue
-from engine.node.bootstrap import make_private
+from engine.node.bootstrap import make_private, node_root
 from engine.protocol import messages
 from engine.protocol.attempt import lease_clock
 from engine.protocol.exit_codes import ShellExit
 from engine.security.identifiers import LOCAL, safe_repr
 from engine.security.paths import path_fault
 from engine.security.sanitise import count_or_none, json_object, json_or_none, plain
-from engine.store.layout import node_root
 
 SILENCE_LIMIT_S = 20.0
 """A connection on which nothing comes for as long is given up; ssh's own keepalive is usually earlier."""

@@ -20,8 +20,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.models import NoValue
-from engine.node.bootstrap import ROOT
-from engine.store.layout import node_root
+from engine.node.bootstrap import ROOT, node_root
 
 _ENOUGH_BYTES = 1_000_000
 """Several times what the bundle takes."""

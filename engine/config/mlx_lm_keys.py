@@ -3,9 +3,9 @@
 Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's process must not import mlx_lm; a test
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
 `adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
-`learning_rate` "auto" (the rule is here), `optimizer_precision`, `moments`, `max_grad_norm`, `wire`, LOCAL_KEYS,
-TORCH_KEYS, SAMPLE_KEYS, `epochs`, `save_best`, `patience`, `sequence_tiling` and `compile_on_cpu` are ours, model and
-data have no default, and Hugging Face data sets are not read."""
+`learning_rate` "auto" (by engine.protocol.job), `batch_tokens`, `optimizer_precision`, `moments`, `max_grad_norm`,
+`wire`, LOCAL_KEYS, TORCH_KEYS, SAMPLE_KEYS, `epochs`, `save_best`, `patience`, `sequence_tiling` and `compile_on_cpu`
+are ours, model and data have no default, and Hugging Face data sets are not read."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ from engine.launch.hostfile import hostfile_document
 from engine.launch.mlx_launch import arguments
 from engine.launch.rank_environment import common_environment, gpu_environment
 from engine.launch.start_script import exports
+from engine.node.bootstrap import ROOT, node_root
 from engine.plan.document import Launching, PlannedHostfile
 from engine.plan.network import NetworkPlan
 from engine.protocol.job import AUTO
 from engine.protocol.partition import epoch_iterations
 from engine.security.redact import is_public
-from engine.store.layout import node_root
 
 STARTING_PORT = 32323
 """mlx.launch's own default."""
@@ -142,7 +142,7 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
 
 
 def _with_converted(node: NodeConfig, name: str | None) -> NodeConfig:
-    folder = f"{node_root() if node.local else '~/.flightdeck'}/data/{name}"
+    folder = f"{node_root() if node.local else f'~/{ROOT}'}/data/{name}"
     return node if name is None else node.model_copy(update={"data": folder})
 
 

@@ -32,6 +32,13 @@ ROOT = ".flightdeck"
 AGENT = "engine.node.agent"
 
 
+def node_root() -> Path:
+    """Where this machine keeps its files as a *node* (bundles, runs, data): below FLIGHTDECK_HOME when that is set, so
+    that a test or a second instance shares nothing; else ~/.flightdeck."""
+    configured = os.environ.get("FLIGHTDECK_HOME")
+    return Path(configured).expanduser().absolute() / "node" if configured else Path.home() / ROOT
+
+
 def read_package(package: Path) -> dict[str, bytes]:
     """The files of `engine` that a node gets, by their names in it."""
     shipped = [path for name in SHIPPED for path in (package / name).rglob("*.py")]

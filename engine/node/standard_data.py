@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.node.bootstrap import ROOT, make_private
+from engine.node.bootstrap import make_private, node_root
 from engine.node.probes import reason_of
 from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind
 from engine.node.row_shapes import Skipped, convert
@@ -86,9 +86,7 @@ def standard_files(files: Sequence[str], options: Mapping[str, Any]) -> tuple[li
 
 
 def _root() -> Path:
-    """As engine.store.layout has this machine's node root."""
-    home = os.environ.get("FLIGHTDECK_HOME")
-    return (Path(home).expanduser() / "node" if home else Path.home() / ROOT) / "data"
+    return node_root() / "data"
 
 
 def _is_standard(folder: Path, options: Mapping[str, Any]) -> bool:

@@ -91,10 +91,9 @@ def _budget(context: PlanContext, sequences: int, fits: int | None) -> int:
 def _padding(context: PlanContext, fits: int | None) -> PaddingSection | None:
     rows, settings = context.rows, context.settings
     longest, sequences = int(settings["max_seq_length"]), int(settings["batch_size"])
-    if not rows:
+    if (now := context.shapes) is None:
         context.explain(_KEY + "padding", Source.UNKNOWN, "no node has tokenised rows of the training data")
         return None
-    now = shapes(rows, longest, sequences=sequences, budget=context.budget)
     budget = _budget(context, sequences, fits)
     measured = f"the lengths of {sum(context.lengths.values()):,} rows, which a node has tokenised: an estimate"
     context.explain(_KEY + "padding", Source.FACT, measured)

@@ -4,7 +4,7 @@ and reads neither files nor the clock."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -18,7 +18,7 @@ from engine.plan.data_report import DataReport
 from engine.plan.document import Launching, PlanIssue, PlannedCheck, Rationale, Source
 from engine.plan.fingerprint import age_days, is_stale
 from engine.plan.network import NetworkPlan
-from engine.plan.padding import laid_out, shapes
+from engine.plan.padding import BatchShapes, laid_out, shapes
 from engine.plan.prediction import predict_throughput
 from engine.plan.shares import divide_batch
 from engine.protocol.job import Strategy
@@ -111,6 +111,8 @@ def job_iterations(settings: Mapping[str, Any], batches: int | None) -> int | No
 class PlanContext(Rationale, PlanInputs):
     """The inputs, with what several sections derive from them, and the rationale that all sections collect."""
 
+    rows: Sequence[int]
+    """Tokens of the training data's rows, as laid out from those measured; empty if unknown."""
     shares: Shares
     micro_batches: Mapping[str, int] | None
     """Sequences of the global batch by node; None for a custom command, for a batch that is too small, and for a
@@ -130,11 +132,6 @@ class PlanContext(Rationale, PlanInputs):
     def budget(self) -> int | None:
         """batch_tokens; batch_size then is the mean number of sequences of a batch, as far as it is known."""
         return self.settings.get("batch_tokens")
-
-    @cached_property
-    def rows(self) -> list[int]:
-        """Tokens of the training data's rows, as laid out from those measured; [] if unknown."""
-        return laid_out(self.lengths, self.examples, int(self.settings["max_seq_length"])) if self.settings else []
 
     @property
     def steps(self) -> list[tuple[int, int]]:
@@ -210,11 +207,17 @@ class PlanContext(Rationale, PlanInputs):
         return job_iterations(self.settings, self._batches) if self.settings else None
 
     @cached_property
+    def shapes(self) -> BatchShapes | None:
+        """Those of the job's batches; None if the rows are unknown."""
+        sequences, longest = int(self.settings["batch_size"]), int(self.settings["max_seq_length"])
+        return shapes(self.rows, longest, sequences=sequences, budget=self.budget) if self.rows else None
+
+    @property
     def sequences(self) -> float:
         """Those of a global batch; with batch_tokens the mean, less than one per rank perhaps."""
-        if self.budget is None or not self.rows:
+        if self.budget is None or self.shapes is None:
             return int(self.settings["batch_size"])
-        return shapes(self.rows, int(self.settings["max_seq_length"]), budget=self.budget).rows
+        return self.shapes.rows
 
     @property
     def _batches(self) -> int | None:
@@ -242,7 +245,8 @@ class PlanContext(Rationale, PlanInputs):
 
 def make_context(inputs: PlanInputs) -> PlanContext:
     """Divide the batch and predict the throughput. A batch that cannot be divided is refused."""
-    inputs = _with_batch_size(inputs)
+    rows = _rows(inputs)
+    inputs = _with_batch_size(inputs, rows)
     config, rationale = inputs.config, Rationale()
     shares = _shares(inputs, rationale)
     # A division brings its own warnings about them.
@@ -261,17 +265,24 @@ def make_context(inputs: PlanInputs) -> PlanContext:
     throughput = ThroughputPrediction(why_not=(inputs.division and inputs.division.why_not) or why_unused(inputs))
     if throughput.why_not is None:
         throughput = predict_throughput(config, inputs.calibration, shares, strategy=inputs.strategy)
-    return PlanContext(**vars(inputs), **vars(rationale), shares=shares, micro_batches=micro, throughput=throughput)
+    return PlanContext(
+        **vars(inputs), **vars(rationale), rows=rows, shares=shares, micro_batches=micro, throughput=throughput
+    )
 
 
-def _with_batch_size(inputs: PlanInputs) -> PlanInputs:
+def _rows(inputs: PlanInputs) -> list[int]:
+    job = inputs.config.job
+    trains = job.kind.own_model is None
+    return laid_out(inputs.lengths, inputs.examples, int(job.mlx_lm["max_seq_length"])) if trains else []
+
+
+def _with_batch_size(inputs: PlanInputs, rows: Sequence[int]) -> PlanInputs:
     """With batch_tokens: the mean sequences of a batch as batch_size, or those of full length where it is unknown."""
     job = inputs.config.job
     budget, ranks = job.mlx_lm.get("batch_tokens"), len(inputs.config.nodes)
     if budget is None or job.kind.own_model is not None:
         return inputs
     longest = int(job.mlx_lm["max_seq_length"])
-    rows = laid_out(inputs.lengths, inputs.examples, longest)
     mean = round(shapes(rows, longest, budget=budget).rows) if rows else budget // longest
     job = job.model_copy(update={"mlx_lm": {**job.mlx_lm, "batch_size": max(mean, ranks, 1)}})
     return replace(inputs, config=inputs.config.model_copy(update={"job": job}))

@@ -184,7 +184,7 @@ class PaddingSection(FrozenModel):
     sequences_per_batch: float
     """The mean."""
     suggested_batch_tokens: int
-    """The budget for as many sequences of a batch in the mean, at most what fits."""
+    """In place of a batch of as many sequences; at most what fits."""
     suggested_real_share: float
 
 

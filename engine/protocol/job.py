@@ -147,7 +147,8 @@ class Job:
             if chosen.get(key) == AUTO:
                 del chosen[key]
         if chosen.get("learning_rate") == AUTO:
-            chosen["rate_by_rule"] = bool(chosen.pop("learning_rate"))
+            del chosen["learning_rate"]
+            chosen["rate_by_rule"] = True
         chosen["lora_parameters"] = {**_LORA, **(raw.get("lora_parameters") or {})}
         job = cls(**chosen)
         if not job.model.is_dir():

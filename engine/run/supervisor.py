@@ -22,6 +22,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.errors import FlightDeckError, StateError
 from engine.models import Reason, RunState
 from engine.node import processes
+from engine.node.bootstrap import node_root
 from engine.protocol.attempt import write_atomic
 from engine.run import events
 from engine.run.attempt import keep_secrets
@@ -32,7 +33,7 @@ from engine.run.run_plan import read_plan_and_damage, write_plan
 from engine.run.shutdown import kill_everywhere
 from engine.run.step import begin
 from engine.run.supervisor_process import read_requests
-from engine.store.layout import RunDir, node_root
+from engine.store.layout import RunDir
 from engine.store.store import Store
 
 

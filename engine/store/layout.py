@@ -10,13 +10,6 @@ LAUNCHER_SOURCE = 0xFFFF
 """Source number of the launcher's own output in log indices; ranks are their own number."""
 
 
-def node_root() -> Path:
-    """Where this machine keeps its files as a *node* (bundles, runs): below FLIGHTDECK_HOME when that is set, so that a
-    test or a second instance shares nothing; else ~/.flightdeck."""
-    configured = os.environ.get("FLIGHTDECK_HOME")
-    return Path(configured).expanduser().absolute() / "node" if configured else Path.home() / ".flightdeck"
-
-
 def run_names(home: Path) -> list[str]:
     """The names of the run directories below the state directory `home`, ascending: the oldest first."""
     with contextlib.suppress(FileNotFoundError):

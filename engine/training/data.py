@@ -126,7 +126,7 @@ class Split:
         start, end = self.plan.bounds(int(batch[0]) // self.plan.chunk_size)
         return [input_width(length, self._max_length) for length in self._lengths(start, end)[batch - start].tolist()]
 
-    @property
+    @cached_property
     def order_checksum(self) -> int:
         """CRC-32 of the examples' lengths in tokens, by which they are ordered; of a streamed split of the first ones.
         Raises JobError."""

@@ -39,6 +39,7 @@ from engine.trainer.model import row_format
 from engine.training.data import Split
 from tests.bench.equal_data import write_llama
 from tests.bench.figures import Figure, machine, report
+from tests.bench.throughput import Counted
 from tests.bench.trainers import run_ours, run_stock
 
 BATCH: Final = 8
@@ -66,15 +67,8 @@ TAILED: Final = "short chats with a tail"
 
 
 @dataclass(frozen=True)
-class Counted:
-    tokens: float
-    """Targets, padding left out."""
-    seconds: float
+class Measured(Counted):
     peak_bytes: float
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds
 
 
 class Data:
@@ -132,7 +126,7 @@ def share(batches: list[tuple[int, int]]) -> float:
     return real / computed
 
 
-def timed(data: Data, budget: int | None, seconds: float, *, stock: bool) -> Counted:
+def timed(data: Data, budget: int | None, seconds: float, *, stock: bool) -> Measured:
     """The speed after a first part that warms up."""
     directory = Path(mkdtemp(prefix="run-", dir=data.folder.parent))
     batches = data.stock_batches if stock else data.batches(budget)
@@ -152,7 +146,7 @@ def timed(data: Data, budget: int | None, seconds: float, *, stock: bool) -> Cou
         first, last = run_stock(directory, job, 1, _STOP)[:2]
         # Its mask takes the first token of padding of each example for a target.
         tokens = last["trained_tokens"] - first["trained_tokens"] - BATCH * counted
-    return Counted(tokens, last["t"] - first["t"], 1e9 * last["peak_memory"])
+    return Measured(tokens, last["t"] - first["t"], 1e9 * last["peak_memory"])
 
 
 def compared(data: Data, name: str, seconds: float, *, tailed: bool) -> Iterator[Figure]:

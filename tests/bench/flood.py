@@ -20,11 +20,12 @@ from tempfile import TemporaryDirectory
 
 from engine.api import Engine
 from engine.models import RunState
+from engine.node.bootstrap import node_root
 from engine.protocol.attempt import NodeFiles
 from engine.run.events import LauncherStarted
 from engine.run.journal import read_journal
 from engine.run.logs.line_index import LogIndex
-from engine.store.layout import RunDir, node_root
+from engine.store.layout import RunDir
 from tests.bench.figures import Figure, machine, report
 from tests.bench.logs import GROWTH_MB, KEY_P99_MS, LINES_PER_SECOND, RANKS, quantile, read_for, resident_mb
 from tests.conftest import FLIGHTDECK

@@ -21,6 +21,7 @@ from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, P
 from engine.errors import StateError
 from engine.models import Reason, RunRecord, RunState
 from engine.node import processes
+from engine.node.bootstrap import node_root
 from engine.node.processes import Process
 from engine.protocol.attempt import Identity, NodeFiles, read_identity
 from engine.run import supervisor_process
@@ -29,7 +30,7 @@ from engine.run.history import RunHistory, fold
 from engine.run.journal import JournalTail
 from engine.run.run_plan import RunPlan, write_plan
 from engine.run.supervisor_process import request_abort
-from engine.store.layout import LAUNCHER_SOURCE, RunDir, node_root
+from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 E = TypeVar("E", bound=Event)
 

@@ -12,9 +12,10 @@ import pytest
 from engine.api import Engine
 from engine.checks.runner import CHECKS
 from engine.models import RunState
+from engine.node.bootstrap import node_root
 from engine.protocol.attempt import NodeFiles
 from engine.run.logs.reader import LogReader
-from engine.store.layout import RunDir, node_root
+from engine.store.layout import RunDir
 from tests.conftest import FLIGHTDECK
 from tests.terminal import Terminal
 

@@ -60,8 +60,7 @@ def ways_out(
     job = _Job(shape, tuple(workloads), tuple(places), requested, max(place.measured for place in places))
     fixed = [key for key in ChosenSettings.model_fields if requested.get(key, AUTO) != AUTO]
     of_time = ("grad_checkpoint", "sequence_tiling")
-    changes = [[key for key in fixed if key == of_time[0]], [key for key in fixed if key == of_time[1]]]
-    changes.append([key for key in fixed if key not in of_time])
+    changes = [*([key] for key in of_time if key in fixed), [key for key in fixed if key not in of_time]]
     offered = [way for keys in changes for way in job.with_auto(keys)]
     kinds = [
         job.newer_mlx(),
