@@ -21,6 +21,14 @@ ENABLE_RDMA = "turn on RDMA in System Settings (newer macOS), or run `rdma_ctl e
 """Both ways: developer.apple.com/videos/play/wwdc2026/233 at 7:08, and Apple's TN3205."""
 
 
+def duration_text(seconds: float) -> str:
+    """ "8 h", "90 min", "45 s": in the largest unit that divides it, else in the next smaller one."""
+    for unit_s, unit in ((3600, "h"), (60, "min")):
+        if seconds >= unit_s and seconds % unit_s == 0:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:g} s"
+
+
 def plural(count: int, noun: str) -> str:
     """A count in a message: "1 node", "1,200 files"."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

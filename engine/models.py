@@ -133,6 +133,8 @@ class Reason(StrEnum):
     """The ranks trained apart from one another, in groups that a launcher inside the command had started."""
     PREFLIGHT_FAILED = ReasonTraits("preflight_failed", never_restarted="preflight failed")
     USER_ABORT = ReasonTraits("user_abort", never_restarted="it was stopped as requested")
+    BUDGET_SPENT = ReasonTraits("budget_spent", never_restarted="its time was up")
+    """The time that it was launched for was up: it was stopped as if that had been requested, and can be resumed."""
     OUT_OF_MEMORY = ReasonTraits(
         "out_of_memory", "death for lack of memory", nodes_unchanged=True, detailed=True, signature="memory.killed"
     )

@@ -196,6 +196,8 @@ def _starting(commands: Commands) -> None:
     launch.add_argument("--strategy", choices=_STRATEGIES, help="in place of the job's")
     _layer_split(launch)
     launch.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
+    what = "stop it as `abort` does, saved and to be resumed, so long after its first attempt began: 30m, 8h, 2d"
+    launch.add_argument("--for", type=_duration, dest="for_s", metavar="TIME", help=what)
     _skip(launch)
     resume = _command(
         commands,
@@ -216,6 +218,8 @@ def _starting(commands: Commands) -> None:
         action="store_true",
         help="begin again at iteration 1 where no node has a state, however far the run had come",
     )
+    what = "to its last iteration, though it was launched with --for; else that time begins anew"
+    resume.add_argument("--without-budget", action="store_true", help=what)
     resume.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
     repeat = _command(
         commands,
@@ -848,6 +852,18 @@ def _number(text: str, most: float = 100.0) -> float:
     if not 0 <= number <= most:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 to {most:g}")
     return number
+
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def _duration(text: str) -> float:
+    """An argparse type: a time as in "90m", "8h" or "1h30m", in seconds."""
+    parts = re.findall(r"(\d+(?:\.\d+)?) ?(s|min|m|h|d) ?", text.strip())
+    seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    if not seconds or "".join("".join(part) for part in parts) != text.replace(" ", ""):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a time such as 30m, 8h or 2d")
+    return seconds
 
 
 def _share(text: str) -> float:

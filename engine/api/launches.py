@@ -98,22 +98,24 @@ class LaunchesApi:
         """Into [job] of the configuration's file. Blocking. Raises InputError, ConfigError, StateError."""
         write_settings(config, changes)
 
-    async def launch(self, config: Config, *, skip: Iterable[str] | Mapping[str, str] = ()) -> RunRecord:
+    async def launch(
+        self, config: Config, *, skip: Iterable[str] | Mapping[str, str] = (), budget_s: float | None = None
+    ) -> RunRecord:
         """Make the run, start its supervisor, and return once that is in charge (state planned or later). `skip`:
-        checks, perhaps with a person's reasons for the audit log. Preflight is the supervisor's first step. Raises
-        InputError, StateError, LaunchError, and NodesInUse while a calibration uses them."""
-        directory = await asyncio.to_thread(self._prepare, config, tuple(skip))
+        checks, perhaps with a person's reasons for the audit log; `budget_s` as in RunPlan. Preflight is the
+        supervisor's first step. Raises InputError, StateError, LaunchError, and NodesInUse while a calibration uses
+        them."""
+        directory = await asyncio.to_thread(self._prepare, config, tuple(skip), budget_s=budget_s)
         if isinstance(skip, Mapping) and skip:
             audit_log("launch", "skips", {"run": directory.id, "why": dict(skip)}, home=self._session.home)
         await asyncio.to_thread(start_supervisor, directory)
         return await asyncio.to_thread(self._runs.record, directory.id)
 
-    async def resume(self, run: str, *, accept_changed_data: bool = False, without_state: bool = False) -> RunRecord:
-        """Resume a run that has ended from the state that it saved, on other data than it was saved with or without a
-        state where that is told; return once a supervisor is in charge. Raises RunNotFound, InputError, LaunchError,
-        StateError, and NodesInUse while a calibration is going on there."""
+    async def resume(self, run: str, **wishes: bool) -> RunRecord:
+        """Resume a run that has ended from the state that it saved, with the `wishes` of RunReopened; return once a
+        supervisor is in charge. A budget begins anew. Raises RunNotFound, InputError, LaunchError, StateError, and
+        NodesInUse while a calibration is going on there."""
         directory = await asyncio.to_thread(self._runs.find_trained, run)
-        wishes = {"accept_changed_data": accept_changed_data, "without_state": without_state}
         await asyncio.to_thread(self._resume, directory, **wishes)
         audit_log("resume", "started", {"run": directory.id, **wishes}, home=self._session.home)
         return await asyncio.to_thread(self._runs.record, directory.id)
@@ -138,7 +140,9 @@ class LaunchesApi:
                 raise InputsChanged(f"{directory.id} cannot be repeated as it was", why="; ".join(changed), todo=todo)
             audit_log("repeat", "changed", {"run": directory.id, "changed": changed}, home=self._session.home)
         same = plan if not settings else None
-        repeated = await asyncio.to_thread(self._prepare, config, plan.skip, repeats=directory.id, same=same)
+        repeated = await asyncio.to_thread(
+            self._prepare, config, plan.skip, repeats=directory.id, same=same, budget_s=plan.budget_s
+        )
         await asyncio.to_thread(start_supervisor, repeated)
         return await asyncio.to_thread(self._runs.record, repeated.id)
 
@@ -167,7 +171,13 @@ class LaunchesApi:
             resume_run(directory, **wishes)
 
     def _prepare(
-        self, config: Config, skip: tuple[str, ...], *, repeats: str | None = None, same: RunPlan | None = None
+        self,
+        config: Config,
+        skip: tuple[str, ...],
+        *,
+        repeats: str | None = None,
+        same: RunPlan | None = None,
+        budget_s: float | None = None,
     ) -> RunDir:
         """The run's directory with its plan, and its record in the store: the intent, before anything starts. With the
         shares of the plan that is the `same`."""
@@ -190,6 +200,7 @@ class LaunchesApi:
                 division=division,
                 calibration=calibration,
                 repeats=repeats,
+                budget_s=budget_s,
             )
             try:
                 directory.path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -194,6 +194,8 @@ class RunReopened(SyncedEvent, kind="reopened"):
     """Although the data or the base model are others than those of the saved state."""
     without_state: bool = False
     """Where no state is left it begins anew, however far it had come."""
+    without_budget: bool = False
+    """To its last iteration, however long that takes."""
 
 
 class NodesExcluded(SyncedEvent, kind="nodes_excluded"):
@@ -281,7 +283,8 @@ class HangDetected(Event, kind="hung"):
 
 
 class RequestReceived(SyncedEvent, kind="request"):
-    request: Literal["abort"]
+    request: Literal["abort", "budget"]
+    """"budget": nobody's, its time was up."""
     now: StrictBool = False
     """Skip the cooperative stop."""
     by: str = Field(default="", max_length=100)

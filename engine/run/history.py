@@ -91,8 +91,8 @@ class RunHistory:
     nonce: str
     state_since: datetime
     attempts: tuple[AttemptHistory, ...] = ()
-    launched: bool = False
-    """An attempt was planned in this life."""
+    launched_at: datetime | None = None
+    """When the first attempt of this life was planned; None before that."""
     reopened: events.RunReopened = field(default_factory=events.RunReopened)
     """The wishes for this life."""
     failures: tuple[events.AttemptFailed, ...] = ()
@@ -125,6 +125,11 @@ class RunHistory:
     energy: tuple[events.EnergyMeasured, ...] = ()
     training: events.TrainingStarted | None = None
     """The newest."""
+
+    @property
+    def launched(self) -> bool:
+        """An attempt was planned in this life."""
+        return self.launched_at is not None
 
     @property
     def manifests(self) -> dict[int, tuple[tuple[str, str], ...]]:
@@ -231,7 +236,7 @@ def _plan_attempt(history: RunHistory, event: events.AttemptPlanned) -> RunHisto
         history,
         record=history.record.model_copy(update=changes),
         attempts=(*history.attempts, AttemptHistory(attempt, status, decisions, history.boot_id)),
-        launched=True,
+        launched_at=history.launched_at or event.at,
         stop=None,
         restart_pending=None,
         restart_refused=None,
@@ -249,7 +254,7 @@ def _reopen(history: RunHistory, event: events.RunReopened) -> RunHistory:
     return replace(
         history,
         record=history.record.model_copy(update={"state": RunState.PLANNED, **cleared}),
-        launched=False,
+        launched_at=None,
         reopened=event,
         failures=(),
         abort=None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime
 
+from engine.errors import duration_text
 from engine.models import Reason, RunState
 from engine.protocol.attempt import END
 from engine.run import events
@@ -23,7 +24,14 @@ ABORTED_EARLY = events.Verdict(
 )
 
 
+_RESUME = "`flightdeck resume` goes on from the state that it saved"
+
+
 def end_run(t: Transition, verdict: events.Verdict) -> None:
+    abort, budget_s = t.history.abort, t.state.launched_plan.budget_s
+    if verdict.reason is Reason.USER_ABORT and abort is not None and abort.request == "budget" and budget_s is not None:
+        cause = f"its time of {duration_text(budget_s)} was up: {verdict.cause}"
+        verdict = replace(verdict, reason=Reason.BUDGET_SPENT, cause=cause, fix=_RESUME)
     if verdict.state not in FOLLOWERS[t.run_state]:
         # Adopted while it ran, and nothing of it is left that could be monitored to its end.
         t.change(RunState.FINISHING)

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from engine.config.models import Config, select_nodes
 from engine.errors import StateError
@@ -37,6 +37,8 @@ class RunPlan(FrozenModel):
     """None where no calibration was looked up."""
     repeats: str | None = None
     """The run that it does again."""
+    budget_s: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """How long after the start of its first attempt it is stopped as if that were requested; None: never."""
     calibration: Calibration | None = None
     """The calibration behind `division`: of all nodes of the configuration, also of those that are left out."""
 

@@ -62,8 +62,22 @@ def step(state: State, seen: Observation) -> tuple[State, list[Effect]]:
     t = Transition(state, seen)
     for event in seen.news:
         t.record(event)
+    if t.state.phase in _STOPPABLE and _time_is_up(t):
+        t.record(events.RequestReceived(request="budget", by="its budget"))
     PHASES[t.state.phase](t)
     return t.state, t.effects
+
+
+_STOPPABLE: Final = frozenset({Phase.PLANNING, Phase.RUNNING, Phase.DECIDING, Phase.BACKING_OFF})
+"""In the others nothing trains yet, or the attempt is about to end."""
+
+
+def _time_is_up(t: Transition) -> bool:
+    """By the wall clock, which goes on over supervisors: also while the run waits for its nodes."""
+    budget_s, began = t.state.launched_plan.budget_s, t.history.launched_at
+    if budget_s is None or began is None or t.history.abort is not None or t.history.reopened.without_budget:
+        return False
+    return (t.seen.at - began).total_seconds() >= budget_s
 
 
 def _begin(t: Transition) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from engine.models import Reason, RunState
@@ -11,6 +12,7 @@ from engine.run import events
 from engine.run.events import Trigger
 from engine.run.journal import FOLLOWERS
 from engine.run.node_health import lost_after_s
+from engine.run.state import Phase, State
 from engine.run.supervisor_process import AFTERMATH_S
 from tests.simulation.nodes import Machine, Program, SavedState, SimulatedKeeper
 
@@ -58,7 +60,7 @@ class Checks:
         self._state = RunState.PLANNED
         self.verdict: events.Verdict | None = None
         self.unconfirmed: set[str] = set()
-        self._aborted = False
+        self._aborted = self._time_up = False
         self._abort_recorded = False
         self.failures = 0
         self._end_recorded = False
@@ -189,13 +191,16 @@ class Checks:
                 self._changed(event)
             case events.RunReopened():
                 self._state = RunState.PLANNED
-                self._aborted = self._abort_recorded = False
+                self._aborted = self._abort_recorded = self._time_up = False
                 self.unconfirmed = set()
             case events.AttemptFailed():
                 self.failures += 1
                 self._named(event.verdict)
             case events.RequestReceived():
                 self._abort_recorded = True
+                self._time_up = self._time_up or event.request == "budget"
+                if self._time_up and not self.world.budget_spent_at(event.at):
+                    self._fail("the run is stopped for its budget, and that is not spent")
             case events.AttemptPlanned() if self._abort_recorded:
                 self._fail("another attempt is planned after an abort was requested")
             case events.HangDetected():
@@ -215,11 +220,18 @@ class Checks:
             if machine.up and (left := machine.processes(None)):
                 self._fail(f"a restart on {name} is decided, and it has {left}")
 
+    def stepped(self, before: Phase, state: State, at: datetime) -> None:
+        """A run whose time is up is being stopped from the next step on."""
+        going_on = before is state.phase and before in (Phase.RUNNING, Phase.DECIDING, Phase.BACKING_OFF)
+        if going_on and state.history.abort is None and self.world.budget_spent_at(at):
+            self._fail(f"the budget is spent, and the run goes on: {before.name}")
+
     def lost_memory(self) -> None:
         """A supervisor was killed, and with it what a full disk had not taken."""
         history = self.world.read_history()
         self._state, self.unconfirmed = history.record.state, set(history.record.unconfirmed)
         self._abort_recorded = history.abort is not None
+        self._time_up = history.abort is not None and history.abort.request == "budget"
 
     def _newest(self) -> int | None:
         return max(self.world.attempts, default=None)
@@ -244,8 +256,10 @@ class Checks:
         unsuccessful = event.state not in (RunState.SUCCEEDED, RunState.COMPLETED)
         if unsuccessful and completed and self._records_are_here():
             self._fail(f"the run is told to be {event.state}, and all that count have completed, as their records show")
-        if event.state is RunState.ABORTED and not self._aborted:
-            self._fail("the run is told to be aborted, and nobody has requested that")
+        if event.state is RunState.ABORTED:
+            reason = event.verdict.reason if event.verdict is not None else None
+            if not (self._time_up if reason is Reason.BUDGET_SPENT else self._aborted):
+                self._fail(f"the run is told to be aborted ({reason}), and nothing has requested that")
 
     def _completed(self) -> bool:
         newest = self._newest()
@@ -305,7 +319,7 @@ class Checks:
 
     def _named(self, verdict: events.Verdict) -> None:
         """The named cause is one that was injected."""
-        if verdict.reason in (Reason.COMPLETED, Reason.USER_ABORT):
+        if verdict.reason in (Reason.COMPLETED, Reason.USER_ABORT, Reason.BUDGET_SPENT):
             return
         hosts = {blame.host for blame in self.blames}
         if "has shown no exit record" in (verdict.cause or "") and (verdict.host in hosts or verdict.host is None):

@@ -59,6 +59,8 @@ class Scenario:
     """0: all."""
     recovery: int = 0
     """Row of RECOVERIES."""
+    budget_s: float = 0.0
+    """0: none."""
     faults: tuple[Fault, ...] = ()
 
     def to_json(self) -> str:
@@ -79,9 +81,10 @@ class Scenario:
 
     @property
     def plan(self) -> RunPlan:
-        return run_plan(
+        plan = run_plan(
             self.kind, self.nodes, self.local, self.iterations, self.every, self.min_nodes or None, self.recovery
         )
+        return plan.model_copy(update={"budget_s": self.budget_s}) if self.budget_s else plan
 
 
 _PLAIN: Final = Scenario()
@@ -202,7 +205,7 @@ def draw(seed: int, number: int) -> Scenario:
     faults = tuple(_fault(rng, nodes, length_s, forever=forever) for _ in range(count))
     if rng.random() < 0.12:
         faults += _second_failure(rng, nodes, length_s)
-    return Scenario(
+    drawn = Scenario(
         seed=rng.randrange(1 << 30),
         kind=kind,
         nodes=nodes,
@@ -214,6 +217,12 @@ def draw(seed: int, number: int) -> Scenario:
         recovery=recovery,
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )
+    # Last, so that all else is drawn as without it.
+    return replace(drawn, budget_s=round(rng.uniform(2.0, 2.0 * length_s), 2)) if rng.random() < _BUDGETS else drawn
+
+
+_BUDGETS: Final = 0.15
+"""Share of the histories with a run that is launched for a time."""
 
 
 def _second_failure(rng: random.Random, nodes: int, length_s: float) -> tuple[Fault, ...]:

@@ -362,7 +362,7 @@ class World:
             pid=pid, start=str(pid), boot_id=boot_id, adopted=adopting, at=self.head_wall()
         )
         if not adopting and history.record.state.ended:
-            self._append(events.RunReopened(at=self.head_wall()))
+            self._append(events.RunReopened(at=self.head_wall(), without_budget=bool(self.scenario.seed % 2)))
         self._append(started)
         history = self.read_history()
         head.history = history
@@ -390,12 +390,26 @@ class World:
         if not self.head_runs():
             self.pass_time(head, 0.0)
         phase = state.phase
-        state, wanted = step(state, head.observe())
+        seen = head.observe()
+        state, wanted = step(state, seen)
+        self.checks.stepped(phase, state, seen.at)
         head.history = state.history
         if state.phase is not phase:
             self.say(f"phase {state.phase.name}")
         head.perform(wanted)
         return state
+
+    def budget_spent_at(self, at: datetime) -> bool:
+        """By the events of the journal one by one, not by their fold."""
+        began, recorded = None, self.disk.journal() + self.disk.waiting
+        for event in recorded if self.scenario.budget_s else ():
+            if isinstance(event, events.RunReopened):
+                began = None
+                if event.without_budget:
+                    return False
+            elif isinstance(event, events.AttemptPlanned) and began is None:
+                began = event.at
+        return began is not None and (at - began).total_seconds() >= self.scenario.budget_s
 
     def _resumed(self) -> bool:
         """The run is taken up again, where somebody wants that and it can be."""

@@ -9,6 +9,7 @@ import pytest
 from engine.config.load import load_config
 from engine.errors import ConfigError
 from tests.tui.commands import flightdeck
+from tui.cli import command_parser
 
 HOSTILE = "a\x1b[31mb\nforged: yes"
 JOB = '[[node]]\nname = "a"\n\n[job]\ncommand = ["true"]\n'
@@ -73,3 +74,17 @@ def test_every_path_of_a_configuration_is_refused_when_it_is_none(
     with pytest.raises(ConfigError) as refused:
         load_config(file)
     assert any(fault.key.endswith(key) and "a p" in fault.accepted for fault in refused.value.faults), refused.value
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("8h", 28_800.0), ("90m", 5400.0), ("1h 30min", 5400.0), ("2d", 172_800.0), ("0.5h", 1800.0)]
+    + [(text, None) for text in ("8", "h", "0h", "8h later", "-1h", "8 weeks", "")],
+)
+def test_a_time_to_run_for_has_a_unit(text: str, seconds: float | None, capsys: pytest.CaptureFixture[str]) -> None:
+    if seconds is not None:
+        assert command_parser().parse_args(["launch", "--for", text]).for_s == seconds
+        return
+    with pytest.raises(SystemExit):
+        command_parser().parse_args(["launch", f"--for={text}"])
+    assert "expected a time such as 30m, 8h or 2d" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from types import FrameType
 
 from engine.api import Config, Engine, ExitCode, TaskRequest, parse_settings, with_strategy
 from engine.errors import FlightDeckError, plural
-from engine.models import RunRecord, RunState
+from engine.models import Reason, RunRecord, RunState
 from engine.snapshots import RunSnapshot, StopProgress
 from tui.commands.follow import Follower, introduce, print_end, print_learned, until_ended, until_past_preflight
 from tui.commands.terminal import Lines, accepted_config, check_terminal, is_person, print_json, progress_lines
@@ -41,7 +41,7 @@ def launch(options: argparse.Namespace, engine: Engine) -> int:
 
 def _launch(options: argparse.Namespace, engine: Engine, config: Config, *, owned: bool = False) -> int:
     def start() -> RunRecord:
-        return asyncio.run(engine.launches.launch(config, skip=options.skip))
+        return asyncio.run(engine.launches.launch(config, skip=options.skip, budget_s=getattr(options, "for_s", None)))
 
     if not owned:
         return _start_and_follow(options, engine, start)
@@ -103,8 +103,8 @@ def resume(options: argparse.Namespace, engine: Engine) -> int:
     follower.skip()
 
     def start() -> RunRecord:
-        wishes = {"accept_changed_data": options.accept_changed_data, "without_state": options.without_state}
-        return asyncio.run(engine.launches.resume(run, **wishes))
+        wishes = ("accept_changed_data", "without_state", "without_budget")
+        return asyncio.run(engine.launches.resume(run, **{wish: getattr(options, wish) for wish in wishes}))
 
     return _start_and_follow(options, engine, start, follower=follower)
 
@@ -218,5 +218,6 @@ def _proof(record: RunRecord) -> str:
 def _finish(options: argparse.Namespace, record: RunRecord) -> int:
     if options.json:
         print_json(record)
-    failed = record.state.ended and record.state is not RunState.SUCCEEDED
+    as_asked = record.state is RunState.SUCCEEDED or record.reason is Reason.BUDGET_SPENT
+    failed = record.state.ended and not as_asked
     return ExitCode.FAILED if failed else ExitCode.OK

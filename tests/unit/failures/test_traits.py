@@ -18,6 +18,7 @@ REASONS = [
     (Reason.SEPARATE_GROUPS, "failure", "--s--", "the ranks would train apart from one another again", None),
     (Reason.PREFLIGHT_FAILED, "failure", "--s--", "preflight failed", None),
     (Reason.USER_ABORT, "failure", "--s--", "it was stopped as requested", None),
+    (Reason.BUDGET_SPENT, "failure", "--s--", "its time was up", None),
     (Reason.OUT_OF_MEMORY, "death for lack of memory", "-ns-d", None, "memory.killed"),
     (Reason.DISK_FULL, "failure", "--s-d", "a restart makes no room on a full disk", "disk.full"),
     (Reason.DIVERGED, "failure", "-----", "the training has diverged, and would again", None),

@@ -33,7 +33,7 @@ from engine.run.effects import (
     Start,
 )
 from engine.run.events import NODE_LOST
-from engine.run.history import run_history
+from engine.run.history import fold, run_history
 from engine.run.observation import (
     Cancelled,
     Checked,
@@ -383,6 +383,45 @@ def test_an_abort_of_a_run_asks_its_keepers_unless_it_is_to_be_now(life: Life, n
     assert life.run_state is RunState.ABORTED
 
 
+def with_budget(life: Life) -> Life:
+    """Stopped ten seconds after its first attempt was planned."""
+    life.plan = life.plan.model_copy(update={"budget_s": 10.0})
+    life.state = replace(life.state, launched_plan=life.plan, plan=life.plan)
+    return life
+
+
+def test_a_run_whose_time_is_up_is_stopped_as_if_that_were_requested(life: Life) -> None:
+    with_budget(life).run()
+    life.step(after_s=8.0)
+    assert life.phase is Phase.RUNNING
+    assert [effect.command for effect in life.step(after_s=2.0) if isinstance(effect, Send)] == [STOP, STOP]
+    life.end(events.Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested"))
+    record = life.state.history.record
+    assert (life.run_state, record.reason) == (RunState.ABORTED, Reason.BUDGET_SPENT)
+    assert record.cause == "its time of 10 s was up: stopped as requested" and "resume" in (record.fix or "")
+
+
+def test_a_run_whose_time_is_up_between_two_attempts_starts_no_other(life: Life) -> None:
+    with_budget(life).run()
+    life.kill()
+    life.step()
+    life.step(after_s=10.0)
+    life.step()
+    assert (life.run_state, life.state.history.record.reason) == (RunState.ABORTED, Reason.BUDGET_SPENT)
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_a_run_that_is_resumed_has_its_time_again_or_none(life: Life, *, without: bool) -> None:
+    again = events.RunReopened(without_budget=without)
+    history = replace(life.state.history, launched_at=START - timedelta(hours=1))
+    life.state = replace(with_budget(life).state, history=replace(fold([again], history), record=history.record))
+    life.run()
+    life.step(after_s=9.0)
+    assert life.phase is Phase.RUNNING
+    life.step(after_s=2.0)
+    assert life.phase is (Phase.RUNNING if without else Phase.STOPPING)
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_an_abort_between_two_attempts_ends_the_run(life: Life, steps: int) -> None:
     life.run()
@@ -440,6 +479,15 @@ def test_an_adopter_goes_on_with_the_ranks_that_it_finds(tmp_path: Path) -> None
     assert life.phase.name == "RUNNING"
     life.kill()
     assert life.phase is Phase.DECIDING
+
+
+def test_an_adopter_stops_a_run_whose_time_has_come_meanwhile(tmp_path: Path) -> None:
+    life = with_budget(adopted(tmp_path, LAUNCHER, events.StateChanged(state=RunState.RUNNING)))
+    life.step(after_s=60.0)
+    life.connect()
+    life.start_ranks()
+    sent = [*life.step(Found(LAUNCHER), launcher_alive=True), *life.step()]
+    assert [effect.command for effect in sent if isinstance(effect, Send)] == [STOP, STOP]
 
 
 def test_an_abort_that_comes_while_an_adopter_looks_for_the_attempt_ends_it_at_once(tmp_path: Path) -> None:
