@@ -306,6 +306,7 @@ def _cluster(commands: Commands) -> None:
         help="where Thunderbolt cables have no network of their own: show the commands that give them some, ask, run "
         "them on each node over ssh -t (sudo asks for the password), and probe again; they last until a restart",
     )
+    _models(commands)
     _command(
         commands,
         "doctor",
@@ -314,6 +315,18 @@ def _cluster(commands: Commands) -> None:
         ("flightdeck doctor", "MLX and its backends, ssh, RDMA, disk, terminal"),
         adopts=False,
     )
+
+
+def _models(commands: Commands) -> None:
+    models = _command(
+        commands,
+        "models",
+        "models.models",
+        "the models and data sets that each node has: size, revision, what is missing or damaged",
+        ("flightdeck models", "in the Hugging Face caches and model folders of the nodes of ./flightdeck.toml"),
+        adopts=False,
+    )
+    _config(models)
 
 
 def _planning(commands: Commands) -> None:

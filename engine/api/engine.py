@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.api.checks import ChecksApi
     from engine.api.comparisons import ComparisonsApi
     from engine.api.launches import LaunchesApi
+    from engine.api.model_copies import ModelsApi
     from engine.api.nodes import NodesApi
     from engine.api.results import ResultsApi
     from engine.api.runs import RunsApi
@@ -47,6 +48,12 @@ class Engine(Session):
         from engine.api.nodes import NodesApi
 
         return NodesApi(self)
+
+    @cached_property
+    def models(self) -> ModelsApi:
+        from engine.api.model_copies import ModelsApi
+
+        return ModelsApi(self)
 
     @cached_property
     def runs(self) -> RunsApi:

@@ -15,6 +15,7 @@ from engine.cluster.transport.local import LocalTransport
 from engine.errors import plural
 from engine.measurements import Count
 from engine.models import Failed, FrozenModel, Late, NoValue, Unparsable
+from engine.protocol.manifest import REVISION, HubName
 from engine.security.redact import Redactor
 from engine.security.sanitise import plain, sanitise_text
 
@@ -68,6 +69,59 @@ class ModelFiles(FrozenModel):
         if self.faults:
             return "; ".join(self.faults)
         return f"{self.kind}, {plural(self.shards, 'shard')}, {self.bytes / 1e6:,.1f} MB"
+
+
+class NodeCopy(FrozenModel):
+    """One model or data set on one node."""
+
+    kind: Literal["model", "dataset"]
+    name: WholeText
+    """`org/name` in the cache, else the folder's path."""
+    revision: Annotated[str, Field(pattern=f"^{REVISION}$")] | None = None
+    """The commit; null for a folder."""
+    refs: tuple[ShortText, ...] = Field(default=(), max_length=20)
+    """Branches and tags that are at it."""
+    path: WholeText
+    """The folder with its files."""
+    bytes: Count
+    files: Count
+    missing: tuple[ShortText, ...] = Field(default=(), max_length=20)
+    """Files that it lacks, the first of them."""
+    damaged: tuple[ShortText, ...] = Field(default=(), max_length=20)
+    """Files whose content is not what it should be, the first of them."""
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing and not self.damaged
+
+    @property
+    def state(self) -> str:
+        """ "complete", or what is wrong with it."""
+        faults = ((self.missing, "missing"), (self.damaged, "damaged"))
+        words = [f"{plural(len(names), 'file')} {word}: {names[0]}" for names, word in faults if names]
+        return "; ".join(words) or "complete"
+
+
+class NodeCopies(_Report):
+    """The answer of `copies`."""
+
+    tells = (("problem",), ("cache", "free_bytes", "copies"))
+
+    node: str = ""
+    cache: WholeText = ""
+    """Its Hugging Face cache."""
+    free_bytes: Count | None = None
+    """On the cache's disk."""
+    offline: bool = False
+    """Its user has set HF_HUB_OFFLINE."""
+    copies: tuple[NodeCopy, ...] = Field(default=(), max_length=1001)
+    problem: ShortText | None = None
+    """Why it is not known what it has."""
+
+    def best(self, wanted: HubName) -> NodeCopy | None:
+        """The copy of that name: a whole one before others."""
+        named = [copy for copy in self.copies if (copy.kind, copy.name) == (wanted.kind, wanted.name)]
+        return next((copy for copy in named if copy.complete), named[0] if named else None)
 
 
 Lengths = Annotated[dict[Count, Count], Field(max_length=10_000)]

@@ -369,6 +369,10 @@ REPORTS: dict[type[BaseModel], Any] = {
         "resume": {"kind": "lora", "ranks": [8], "layers": [1], "modules": ["q"]}, "resume_fault": "cut", "largest": [],
     },
     results.FreePorts: {"free": [20_000]},
+    results.NodeCopies: {"cache": "/a", "free_bytes": 10**9, "copies": [
+        {"kind": "model", "name": "org/tiny", "revision": SHA, "path": "/a/b", "bytes": 9, "files": 2, "missing": ["c"],
+         "damaged": ["d"]},
+    ]},
     results.WriteReport: {"problem": "no space left"},
     results.PackagesReport: {
         "python": "3.12.4", "linux": False, "venv": True, "versions": {"mlx": "0.32.4"}, "errors": {"torch": "none"},

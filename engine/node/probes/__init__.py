@@ -38,6 +38,7 @@ PROBES = {
     "adapters": Probe("job", own_process=True),
     "addresses": Probe("network"),
     "configuration": Probe("model_files"),
+    "copies": Probe("copies"),
     "examples": Probe("dataset"),
     "facts": Probe("facts"),
     "free_ports": Probe("network"),
