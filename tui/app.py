@@ -128,6 +128,7 @@ class FlightDeckApp(App[None]):
         self,
         engine: Engine | Callable[[], Engine],
         config: Config | Path | None = None,
+        overrides: Mapping[str, Any] = {},
         *,
         start: Config | None = None,
         follow: str | None = None,
@@ -161,6 +162,7 @@ class FlightDeckApp(App[None]):
             poll_s=SLOW_S if slow_link else POLL_S,
             adopts=not read_only,
         )
+        self.poller.overrides = overrides
         telemetry_s = SLOW_S if slow_link else BATCH_S
         self.client = EngineClient(self.store, clock, self.post_message, telemetry_s=telemetry_s)
         self._gc = GcScheduler()
@@ -976,6 +978,7 @@ def copy_to_pasteboard(text: str) -> bool:
 def run_console(
     engine: Engine | Callable[[], Engine],
     config: Config | Path | None,
+    overrides: Mapping[str, Any] = {},
     *,
     start: Config | None = None,
     slow_link: bool = False,
@@ -983,11 +986,12 @@ def run_console(
 ) -> int:
     """Open the console and stay until it is left; returns its exit code, 1 after a crash, 128+n after a signal.
 
-    `engine` may be a function and `config` a path: both are then loaded after the first paint, off the app's loop.
-    `start` is launched at once; else the newest active run is shown. With `read_only` nothing can be changed.
+    `engine` may be a function and `config` a path, with other values of some of its keys (`overrides`): both are then
+    loaded after the first paint, off the app's loop. `start` is launched at once; else the newest active run is shown.
+    With `read_only` nothing can be changed.
     """
     prepare(sys.__stderr__, cells=True)  # where Textual draws
-    app = FlightDeckApp(engine, config, start=start, slow_link=slow_link, read_only=read_only)
+    app = FlightDeckApp(engine, config, overrides, start=start, slow_link=slow_link, read_only=read_only)
     asyncio.run(_run_with_signals(app))
     return app.return_code or 0
 

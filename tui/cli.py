@@ -120,7 +120,8 @@ def _console(options: argparse.Namespace) -> int:
     # textual costs more than all other commands need to start.
     from tui.app import run_console
 
-    return run_console(_new_engine, chosen, slow_link=options.slow_link, read_only=options.read_only)
+    overrides = api.parse_settings(options.before_command) if options.before_command else {}
+    return run_console(_new_engine, chosen, overrides, slow_link=options.slow_link, read_only=options.read_only)
 
 
 def _new_engine() -> api.Engine:
@@ -155,6 +156,7 @@ def command_parser() -> Parser:
     )
     what = "default: ./flightdeck.toml, if there is one"
     parser.add_argument("-c", "--config", type=_file, metavar="FILE", help=what)
+    _settings(parser, "before_command")
     parser.add_argument("--slow-link", action="store_true", help="fewer frames and no animation in the console")
     parser.add_argument("--read-only", action="store_true", help="a console without the keys that change something")
     parser.set_defaults(run_command=_console)
@@ -230,8 +232,7 @@ def _starting(commands: Commands) -> None:
         ("flightdeck repeat last --set learning_rate=5e-5 --set lora_parameters.rank=16", "with other settings"),
     )
     _run(repeat, required=True)
-    what = "another setting of [job], as in TOML; may be repeated"
-    repeat.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=what)
+    _settings(repeat)
     what = "go on although data, base model or versions are not those that the run began with"
     repeat.add_argument("--accept-changed", action="store_true", help=what)
     repeat.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
@@ -791,6 +792,12 @@ def _config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--config", type=_file, default=argparse.SUPPRESS, metavar="FILE", help=what)
     what = "run what the file names (interpreters, scripts, a model's own code), without a question from now on"
     parser.add_argument("--accept", action="store_true", help=what)
+    _settings(parser)
+
+
+def _settings(parser: argparse.ArgumentParser, into: str = "set") -> None:
+    what = "another value, as in TOML, of a key of [job], or of another table (checkpoint.every=50); may be repeated"
+    parser.add_argument("--set", action="append", default=[], dest=into, metavar="KEY=VALUE", help=what)
 
 
 def _layer_split(parser: argparse.ArgumentParser) -> None:
@@ -826,6 +833,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         getattr(options, "parser", parser).refuse(rest)
     if options.read_only and options.run_command is not _console:
         parser.error("--read-only is for the console: it stands before no command")
+    if options.before_command and options.run_command is not _console:
+        parser.error("--set stands behind the command")
     return options
 
 

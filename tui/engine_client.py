@@ -584,7 +584,7 @@ class EngineClient:
             wanted = api.with_settings(config, changes, "settings")
             if config.file is not None:
                 await asyncio.to_thread(self.engine.launches.write_settings, config, changes)
-                wanted, shown = await asyncio.to_thread(self.engine.load_config, config.file), wanted
+                wanted, shown = await asyncio.to_thread(self.engine.load_config, config.file, wanted.overrides), wanted
                 if others := api.changed_keys(shown, wanted) or ["what it runs"] * (wanted.digest != config.digest):
                     why = f"the file has changed meanwhile: {', '.join(others)}"
                     raise InputError("nothing was launched", why=why, todo="look at the plan, and launch it again")

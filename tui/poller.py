@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from textual.message import Message
 
@@ -107,6 +107,8 @@ class RunPoller:
         """`adopts`: runs that have lost their supervisor get another one."""
         self._make_engine = engine
         self._config = config
+        self.overrides: Mapping[str, Any] = {}
+        """Other values of keys of the configuration's file."""
         self._post = post
         self._poll_s = poll_s
         self._adopts = adopts
@@ -201,7 +203,9 @@ class RunPoller:
             return None
         self._config_seen = self._config_state()
         try:
-            config = engine.load_config(self._config) if isinstance(self._config, Path) else self._config
+            config = (
+                engine.load_config(self._config, self.overrides) if isinstance(self._config, Path) else self._config
+            )
         except Exception as trouble:
             self._post(EngineFailed(_error_text(trouble), ExitCode.USAGE))
             return None
@@ -221,7 +225,7 @@ class RunPoller:
             return
         self._config_seen = state
         try:
-            self._post(ConfigEdited(self._ready(engine, engine.load_config(self._config))))
+            self._post(ConfigEdited(self._ready(engine, engine.load_config(self._config, self.overrides))))
         except Exception as trouble:  # what was read before stays
             self._post(ConfigEdited(None, _with_lines(trouble, self._config)))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.api.session import Session
 
@@ -31,11 +32,17 @@ class Engine(Session):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def load_config(self, path: Path) -> Config:
-        """Read a flightdeck.toml. Raises ConfigError with all its faults."""
+    def load_config(self, path: Path, overrides: Mapping[str, Any] = {}) -> Config:
+        """Read a flightdeck.toml, with other values of some keys. Raises ConfigError with all its faults."""
         from engine.config.load import load_config
 
-        return load_config(path)
+        return load_config(path, overrides)
+
+    def load_grid(self, path: Path, texts: Sequence[str]) -> list[Config]:
+        """The configuration of each run that `key=value` texts ask for. Raises ConfigError, InputError."""
+        from engine.config.load import load_grid
+
+        return load_grid(path, texts)
 
     def demo_config(self, *, ranks: int = 2, iters: int = 60) -> Config:
         """The demo's configuration; its model and corpus are made first when not cached (seconds; blocking)."""

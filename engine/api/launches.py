@@ -22,9 +22,10 @@ from engine.checks.runner import make_training_plan, validate_skip
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.host_locks import shared_hosts
 from engine.cluster.probe_results import InputsReport
-from engine.config.edit import Settings, with_settings, write_settings
+from engine.config.edit import with_settings, write_settings
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig
+from engine.config.overrides import Settings
 from engine.errors import InputError, InputsChanged, StateError
 from engine.models import NodeFacts, RunRecord
 from engine.plan.capacity import CapacityReport, capacities

@@ -1,5 +1,5 @@
-"""Changes a job's settings: read from `key=value` texts, checked as the file's own, applied to a configuration or
-written into its file; and names the settings in which two configurations differ."""
+"""Changes a job's settings, checked as the file's own: of a configuration, or in its file; and names what differs
+between two configurations."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import re
 import stat
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import BaseModel
 
-from engine.config.documents import SCALAR_FAULTS, read_text
+from engine.config.documents import read_text
 from engine.config.draft import toml_value
 from engine.config.faults import FileTable
-from engine.config.job_table import PATH_KEYS, ReadJob, apply_rate_rule
-from engine.config.load import check_training
-from engine.config.mlx_lm_keys import KEYS, SAME_KEYS, with_defaults
-from engine.config.models import Config
+from engine.config.job_table import OWN_KEYS, PATH_KEYS
+from engine.config.load import read_document
+from engine.config.mlx_lm_keys import SAME_KEYS, with_defaults
+from engine.config.models import SECTIONS, Config
+from engine.config.overrides import Settings, overridden, path_of
 from engine.errors import ConfigError, InputError, StateError
 from engine.protocol.attempt import replacing
 from engine.protocol.job import AUTO
@@ -30,29 +32,11 @@ EDITED_KEYS: Final = (
     *("max_seq_length", "grad_accumulation_steps", "steps_per_eval", "save_every", "seed"),
 )
 """Those that people change most from one run to the next; of those in SAME_KEYS a job has one or the other."""
+_NODE_TABLES: Final = ("cluster", "node", "node_defaults")
+_FIXED_KEYS: Final = (*PATH_KEYS, "config", "framework", "command", "script", "elastic")
+"""Settings of [job] that make it another one."""
 _TABLE = re.compile(r"\s*\[")
 _COMMENT = re.compile(r"[^\"'#]*(?P<comment>\s+#.*)")
-Settings = Mapping[str, Any]
-"""By key of [job]; "lora_parameters.rank" is one key of that table."""
-
-
-def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """The settings of `key=value` texts, each value as in TOML, or a text where it is none. Raises InputError."""
-    settings = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise InputError(f"{text!r} is no setting", todo="give key=value, such as learning_rate=1e-5")
-        settings[key.strip()] = parse_value(value)
-    return settings
-
-
-def parse_value(text: str) -> Any:
-    """As TOML reads it; a word without quotes is a text, and 1e-5 a number."""
-    try:
-        return tomllib.loads(f"value = {text.strip()}")["value"]
-    except SCALAR_FAULTS:
-        return text.strip()
 
 
 def edited_settings(config: Config) -> dict[str, Any]:
@@ -68,48 +52,44 @@ def edited_settings(config: Config) -> dict[str, Any]:
 
 
 def with_settings(config: Config, changes: Settings, source: str) -> Config:
-    """The configuration with other settings of its training. Raises ConfigError, its faults said of `source`, with all
-    of them, as for a file."""
-    table, job = FileTable(source, "job", _whole(config, changes)), config.job
-    if job.words:
-        for key in table:
-            table.refuse(key, "no value here: the command has its own settings, which the file says")
+    """The configuration on the same nodes with other settings. Raises ConfigError with all faults, said of `source`."""
+    paths = {key: path_of(key) for key in changes}
+    refused = {
+        key: "no value here: change it in the file"
+        for key, path in paths.items()
+        if path[0] in _NODE_TABLES or (path[0] == "job" and path[1] in _FIXED_KEYS)
+    }
+    if config.job.words:
+        refused = dict.fromkeys(changes, "no value here: the command has its own settings, which the file says")
+    document, _ = overridden(_document(config), {key: changes[key] for key in changes if key not in refused}, Path())
+    table = FileTable(source, "", document)
+    for key, accepted in refused.items():
+        *tables, name = paths[key]
+        table.at(".".join(tables)).refuse(name, accepted, changes[key])
+    if config.job.words and changes:
         raise ConfigError(table.faults)
-    accepted = [key for key in KEYS if key not in (*PATH_KEYS, "config", *job.unused)]
-    table.unknown(accepted, dict.fromkeys((*PATH_KEYS, "config"), "no value here: change it in the file"))
-    for key in accepted:
-        if key in table and (fault := KEYS[key].form.fault(table[key])):
-            table.refuse(key, fault)
-    replaced = [SAME_KEYS[key] for key in table if key in SAME_KEYS]
-    settings = {key: value for key, value in job.mlx_lm.items() if key not in replaced} | table
-    if "fine_tune_type" in table and "num_layers" not in {*job.given, *table}:
-        settings["num_layers"] = with_defaults({"fine_tune_type": table["fine_tune_type"]})["num_layers"]
-    if table.faults:
-        raise ConfigError(table.faults)
-    if job.rate_by_rule and "learning_rate" not in table:
-        settings["learning_rate"] = AUTO
-    by_rule = apply_rate_rule(settings)
-    fields = {"mlx_lm": settings, "given": tuple(sorted({*job.given, *table})), "rate_by_rule": by_rule}
-    changed = job.model_copy(update={**fields, "fine_tune_type": settings["fine_tune_type"]})
-    locations = dict.fromkeys(changed.given, table)
-    nodes = [table.at(f"node[{rank}]", {"validate": node.validates}) for rank, node in enumerate(config.nodes)]
-    check_training(table, nodes, ReadJob(changed, settings, locations, is_command=False))
-    if table.faults:
-        raise ConfigError(table.faults)
-    return config.model_copy(update={"job": changed})
+    read = read_document(table, config.folder)
+    replaced = {SAME_KEYS.get(key) for key in changes} | changes.keys()
+    update = {"overrides": {key: value for key, value in config.overrides.items() if key not in replaced}}
+    return config.model_copy(update={name: getattr(read, name) for name in ("job", *SECTIONS)} | update)
 
 
-def _whole(config: Config, changes: Settings) -> dict[str, Any]:
-    """With whole tables in place of single keys of theirs."""
-    whole: dict[str, Any] = {}
-    for key, value in changes.items():
-        name, _, inner = key.partition(".")
-        if not inner:
-            whole[name] = value
-        else:
-            base = whole.get(name, config.job.mlx_lm.get(name))
-            whole[name] = {**(base if isinstance(base, dict) else {}), inner: value}
-    return whole
+def _document(config: Config) -> dict[str, Any]:
+    """The tables that a configuration was read from, as far as its job and sections go: with as many nodes."""
+    job = config.job
+    values = {**job.mlx_lm, "model": job.model, "data": job.data}
+    if job.rate_by_rule:
+        values["learning_rate"] = AUTO
+    usual = with_defaults({"fine_tune_type": job.fine_tune_type})
+    settings = {
+        key: value
+        for key, value in values.items()
+        if value is not None and (key in job.given or value != usual.get(key))
+    }
+    rest = job.model_dump(include={*OWN_KEYS}, exclude_defaults=True, mode="json")
+    nodes = [{} if node.validates is None else {"validate": node.validates} for node in config.nodes]
+    sections = {name: getattr(config, name).model_dump(exclude_defaults=True, mode="json") for name in SECTIONS}
+    return {"node": nodes, "job": rest | settings, **sections}
 
 
 def line_of(path: Path, key: str) -> tuple[int, str] | None:
@@ -176,7 +156,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-_NO_SETTINGS = ("file", "digest", "cluster", "nodes")
+_NO_SETTINGS = ("file", "digest", "overrides", "cluster", "nodes")
 _SHOWN = 60
 
 
@@ -188,18 +168,14 @@ def write_settings(config: Config, changes: Settings, *, backup: bool = False) -
         raise InputError("there is no file to write to", why="this configuration was not read from one")
     path = config.file.resolve()
     before = read_text(path, "a flightdeck.toml")
-    text, wanted = before.splitlines(), tomllib.loads(before)
-    job = wanted.setdefault("job", {})
-    for key, value in changes.items():
-        name, _, inner = key.partition(".")
-        if inner and any(_header(f"job.{name}").fullmatch(line) for line in text):
-            job[name][inner] = value
-            _set(text, f"job.{name}", inner, value)
-        else:
-            job[name] = _whole(config, {key: value})[name]
-            _set(text, "job", name, job[name])
-        if (other := SAME_KEYS.get(key)) in job:
-            del job[other]
+    text, wanted = before.splitlines(), overridden(tomllib.loads(before), changes, path.parent)[0]
+    for key in changes:
+        *tables, name = path_of(key)
+        while len(tables) > 1 and not any(_header(".".join(tables)).fullmatch(line) for line in text):
+            name = tables.pop()
+        value = reduce(lambda table, part: table[part], [*tables, name], wanted)
+        _set(text, ".".join(tables), name, value)
+        if other := SAME_KEYS.get(key):
             text[:] = [line for line in text if not re.match(rf"\s*{other}\s*=", line)]
     after = "\n".join(text) + "\n"
     try:

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from engine.config.cluster_tables import node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import file_text, read_toml
 from engine.config.faults import FileTable
@@ -23,6 +21,8 @@ from engine.config.imported_hosts import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.mlx_lm_keys import LOCAL_KEYS
 from engine.config.models import (
+    SECTIONS,
+    TABLES,
     CheckpointConfig,
     Config,
     JobConfig,
@@ -31,6 +31,7 @@ from engine.config.models import (
     RecoveryConfig,
     on_node,
 )
+from engine.config.overrides import attributed, grid, named, overridden
 from engine.errors import ConfigError
 from engine.job.traits import PARTITIONED
 from engine.protocol.job import Framework
@@ -123,7 +124,7 @@ def _check_command(tables: Sequence[FileTable]) -> None:
                 table.refuse(key, accepted)
 
 
-def check_training(inline: FileTable, tables: Sequence[FileTable], job: ReadJob) -> None:
+def _check_training(inline: FileTable, tables: Sequence[FileTable], job: ReadJob) -> None:
     nodes, settings, config = len(tables), job.settings, job.config
     batch_size = settings.get("batch_size")
     strategy = config.strategy if config is not None else None
@@ -167,33 +168,48 @@ def _check_validation(tables: Sequence[FileTable], strategy: str | None, setting
         kept_out[0].refuse("validate", accepted, False)
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {
-    name: type(field.default) for name, field in Config.model_fields.items() if isinstance(field.default, BaseModel)
-}
-_TABLES = ("cluster", "node_defaults", "node", "job", *_SECTIONS)
 _HINTS = {"nodes": "[[node]], one table per rank"}
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[\x21-\x7e]{1,1000}")
 
 
-def load_config(path: Path) -> Config:
-    """Raises ConfigError with all faults, and nothing else."""
-    document = read_toml(path)
-    file = path.absolute()
-    here = FileTable(file_text(path), "", document)
-    here.unknown(_TABLES, _HINTS)
+def load_config(path: Path, overrides: Mapping[str, Any] = {}) -> Config:
+    """A file's configuration with other values of some keys. Raises ConfigError with all faults, and nothing else."""
+    file, name = path.absolute(), file_text(path)
+    document, keys = overridden(read_toml(path), overrides, file.parent)
+    try:
+        loaded = read_document(FileTable(name, "", document), file.parent)
+    except ConfigError as error:
+        raise ConfigError(attributed(error.faults, keys, name, "--set")) from None
+    loaded = loaded.model_copy(update={"file": file, "overrides": dict(overrides)})
+    return loaded.model_copy(update={"digest": programs_digest(loaded)})
+
+
+def load_grid(path: Path, texts: Sequence[str]) -> list[Config]:
+    """The configuration of each run that `key=value` texts ask for, with a job name of its own. Raises ConfigError,
+    InputError."""
+    runs = grid(texts)
+    if len(runs) > 1:
+        runs = named(load_config(path, runs[0]).job.name, runs)
+    return [load_config(path, run) for run in runs]
+
+
+def read_document(here: FileTable, folder: Path) -> Config:
+    """The configuration of a file's tables, whose relative paths begin in `folder`. Raises ConfigError with all faults,
+    those that the tables have already among them."""
+    here.unknown(TABLES, _HINTS)
     cluster_table, job_table = here.table("cluster"), here.table("job")
     cluster = read_cluster(cluster_table)
     defaults = read_defaults(here.table("node_defaults"))
-    imported = _read_hostfile(cluster_table, file.parent)
+    imported = _read_hostfile(cluster_table, folder)
     tables = imported.tables if imported else node_tables(here)
     if imported and here.get("node"):
         here.refuse("node", "no value here: [cluster] hostfile names the nodes; remove one of the two")
     if cluster is not None and imported and imported.backend and "backend" not in cluster_table:
         cluster = cluster.model_copy(update={"backend": imported.backend})
     framework: Framework = "torch" if job_table.get("framework") == "torch" else "mlx"
-    nodes = read_nodes(tables, defaults, file.parent, framework)
-    job = read_job(job_table, file.parent)
+    nodes = read_nodes(tables, defaults, folder, framework)
+    job = read_job(job_table, folder)
     if cluster is not None:
         _check_framework(cluster_table, cluster.backend, tables, framework)
     if job_table.get("elastic") is not True:
@@ -209,7 +225,7 @@ def load_config(path: Path) -> Config:
         if "data" in here:
             here.refuse("data", "no value here: the job is a command, which has its own")
     elif tables:
-        check_training(job_table, tables, job)
+        _check_training(job_table, tables, job)
     good = tuple(node for node in nodes if node is not None)
     _check_job_paths(job, good)
     config = job.config
@@ -219,15 +235,14 @@ def load_config(path: Path) -> Config:
         raise ConfigError(here.faults)
     if imported and imported.env:
         config = config.model_copy(update={"env": {**imported.env, **config.env}})
-    placed = tuple(_with_job(node, config.model, config.data, file.parent) for node in good)
-    loaded = Config(file=file, cluster=cluster, nodes=placed, job=config, **sections)
-    return loaded.model_copy(update={"digest": programs_digest(loaded)})
+    placed = tuple(_with_job(node, config.model, config.data, folder) for node in good)
+    return Config(cluster=cluster, nodes=placed, job=config, **sections)
 
 
 def _read_sections(here: FileTable, nodes: Sequence[NodeConfig | None]) -> dict[str, Any]:
-    """The tables of _SECTIONS; None for one with faults."""
+    """The tables of SECTIONS; None for one with faults."""
     sections = {}
-    for name, kind in _SECTIONS.items():
+    for name, kind in SECTIONS.items():
         table = here.table(name)
         table.unknown(kind.model_fields, {})
         section = sections[name] = table.validated(kind, table)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from engine.config import formats
 from engine.config.faults import accepts
@@ -359,6 +359,8 @@ class Config(_Section):
     """The file it was read from; None for the demo."""
     digest: str = Field(default="", exclude=True, repr=False)
     """SHA-256 of what it makes run (load.programs_digest). Not part of a stored plan."""
+    overrides: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
+    """Settings that were given beside the file (overrides.Settings). Not part of a stored plan either."""
     cluster: ClusterConfig
     nodes: tuple[NodeConfig, ...] = Field(min_length=1)
     job: JobConfig
@@ -383,6 +385,13 @@ class Config(_Section):
     @property
     def starts_directly(self) -> bool:
         return self.job.kind.starts_directly(self.cluster.launcher)
+
+
+SECTIONS: Final[dict[str, type[BaseModel]]] = {
+    name: type(field.default) for name, field in Config.model_fields.items() if isinstance(field.default, BaseModel)
+}
+"""The tables with defaults for all keys."""
+TABLES: Final = ("cluster", "node_defaults", "node", "job", *SECTIONS)
 
 
 def on_node(text: str, node: NodeConfig, base: Path) -> str:

@@ -40,7 +40,7 @@ _DEFAULT: Final = re.compile(r"\s*Default: (?P<default>.+)\.?$")
 
 def configuration() -> str:
     """Every table of flightdeck.toml with its keys."""
-    assert set(_TABLES.values()) == Config.model_fields.keys() - {"file", "digest"}
+    assert set(_TABLES.values()) == Config.model_fields.keys() - {"file", "digest", "overrides"}
     return "\n\n".join(_table(title, _model(Config.model_fields[name])) for title, name in _TABLES.items())
 
 

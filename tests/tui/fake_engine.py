@@ -591,7 +591,7 @@ class FakeEngine:
 
     nodes = checks = calibrations = launches = runs = results = chats = tasks = comparisons = part
 
-    def load_config(self, path: Path) -> Config:
+    def load_config(self, path: Path, overrides: Mapping[str, Any] = {}) -> Config:
         return configuration()
 
     def demo_config(self, *, ranks: int = 2, iters: int = 60) -> Config:

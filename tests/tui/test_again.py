@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.edit import Settings, write_settings
+from engine.config.edit import write_settings
 from engine.config.load import load_config
 from engine.config.models import Config
+from engine.config.overrides import Settings
 from engine.models import RunState
 from engine.snapshots import ResultFile, RunResult, RunSnapshot
 from tests.tui import fake_engine

@@ -42,7 +42,7 @@ class FakeCluster:
     """Where the set-up commands note that they ran."""
     closed: int = 0
 
-    def load_config(self, path: Path) -> Config:
+    def load_config(self, path: Path, overrides: Any = None) -> Config:
         named = tuple(NodeConfig(name=f.node, ssh=f.host, python="python3", workdir="~") for f in self.found)
         return Config(cluster=ClusterConfig(), nodes=named, job=JobConfig(name="mine", command=("true",)))
 

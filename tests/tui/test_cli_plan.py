@@ -184,3 +184,26 @@ def test_an_mlx_job_has_no_files_to_write(home: Path, studio: Path) -> None:
     done = plan(home, studio, "--write", "files")
     assert done.code == 2 and "framework" in done.err
     assert not (studio / "files").exists()
+
+
+def test_a_grid_is_a_line_or_a_document_for_each_run(home: Path, studio: Path) -> None:
+    settings = ("--set", "learning_rate=1e-5,5e-5", "--set", "batch_size=4,8", "--set", "name=tiny")
+    done = plan(home, studio, *settings)
+    assert done.code == 0, done.err
+    names = [f"tiny-lr{rate}-batch{batch}" for rate in ("1e-05", "5e-05") for batch in (4, 8)]
+    assert [line.split()[0] for line in done.out.splitlines()] == names
+    documents = json.loads(plan(home, studio, *settings, "--json").out)
+    assert [document["settings"]["name"] for document in documents] == names
+    assert plan(home, studio, *settings, "--apply").code == 2
+
+
+def test_set_goes_over_the_file_and_its_faults_are_said_of_it(home: Path, studio: Path) -> None:
+    assert "6 per update" in plan(home, studio, "--set", "batch_size=6").out
+    done = plan(home, studio, "--set", "batch_size=0", "--set", "checkpoint.evry=2")
+    assert done.code == 2 and done.err.splitlines() == [
+        "--set: job.batch_size = 0: expected a whole number, 1 or more",
+        "--set: checkpoint.evry = 2: expected a known key; did you mean every?",
+    ]
+    launched = flightdeck(home, "launch", "--set", "seed=1,2", cwd=studio)
+    assert launched.code == 2 and "--set asks for 2 runs" in launched.err
+    assert flightdeck(home, "--set", "seed=1", "plan", cwd=studio, accept=False).code == 2

@@ -158,7 +158,7 @@ class KeyedHost:
     async def accept_host_key(self, offer: HostKeyOffer) -> None:
         self.accepted.append(offer)
 
-    def load_config(self, path: Path) -> Any:
+    def load_config(self, path: Path, overrides: Any = None) -> Any:
         return load_config(path)
 
     def accept(self, digest: str) -> None: ...

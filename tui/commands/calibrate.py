@@ -21,7 +21,7 @@ from engine.api import (
 from engine.errors import InputError
 from tui.commands.progress import ProgressLines
 from tui.commands.scaling import scaling
-from tui.commands.terminal import Lines, accepted_config, config_file, print_json
+from tui.commands.terminal import Lines, accepted_config, loaded_config, print_json
 from tui.formatting import NOT_MEASURED, ago, bandwidth, latency, memory, rate, spread, table, throughput
 
 _HEADERS = ("NODE", "THROUGHPUT", "SPREAD", "SHARE", "BATCH", "TOKENS", "STEP", "STATE", "PEAK AT 1", "PEAK AT 2")
@@ -29,7 +29,7 @@ _HEADERS = ("NODE", "THROUGHPUT", "SPREAD", "SHARE", "BATCH", "TOKENS", "STEP", 
 
 def calibrate(options: argparse.Namespace, engine: Engine) -> int:
     """Measure, or show what was measured last; 1 when a node or a link could not be measured, or nothing is stored."""
-    config = engine.load_config(config_file(options)) if options.show else accepted_config(options, engine)
+    config = loaded_config(options, engine) if options.show else accepted_config(options, engine)
     if options.scaling:
         return scaling(options, engine, config)
     if options.per_rank_batch or options.csv is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from engine.api import (
     Capacity,
     CapacityReport,
+    Config,
     Engine,
     ExitCode,
     TorchSection,
@@ -20,7 +21,7 @@ from engine.api import (
     with_strategy,
 )
 from engine.errors import InputError, memory_text, spans
-from tui.commands.terminal import DEFAULT_FILE, Lines, accepted_config, print_json
+from tui.commands.terminal import DEFAULT_FILE, Lines, accepted, accepted_config, config_file, print_json
 from tui.formatting import NOT_MEASURED, table
 
 
@@ -31,7 +32,10 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
         return _capacity(options, engine)
     if options.model or options.memory:
         raise InputError("--model and --memory are for --longest and --largest-batch", todo="add one of them")
-    config = accepted_config(options, engine)
+    configs = engine.load_grid(config_file(options), options.set)
+    if len(configs) > 1:
+        return _grid(options, engine, configs)
+    config = accepted(configs[0], options, engine)
     strategy = options.strategy
     if options.layer_split is not None:
         config = with_strategy(config, strategy, options.layer_split)
@@ -58,6 +62,38 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
             lines.say(f"  {line}")
         return ExitCode.OK
     return ExitCode.OK if made.strategy.launchable and not made.refused else ExitCode.FAILED
+
+
+def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]) -> int:
+    """A line for each run; 1 when one of them could not be launched."""
+    if options.apply or options.write is not None:
+        raise InputError(f"--set asks for {len(configs)} runs", why="--apply and --write are for one")
+    for config in configs:
+        accepted(config, options, engine)
+
+    async def make() -> list[TrainingPlan]:
+        async with engine:
+            facts = await engine.nodes.probe(configs[0])
+            return [
+                await engine.launches.plan(
+                    with_strategy(config, options.strategy, options.layer_split), strategy=options.strategy, facts=facts
+                )
+                for config in configs
+            ]
+
+    plans, lines = asyncio.run(make()), Lines()
+    if options.json or options.format is not None:
+        runs = zip(configs, plans, strict=True)
+        documents = [(config.overrides, made.document(options.format or "v2")) for config, made in runs]
+        print_json([{"settings": settings, "plan": document} for settings, document in documents])
+    else:
+        width = max(len(config.job.name) for config in configs) + 2
+        for config, made in zip(configs, plans, strict=True):
+            refused = "; ".join(f"{refusal.name}: {refusal.text}" for refusal in made.refusals)
+            rows = dict(summary(made))
+            text = refused or "; ".join(rows[label] for label in ("memory", "throughput") if label in rows)
+            lines.wrap(f"{config.job.name:<{width}}", text, width)
+    return ExitCode.OK if all(made.strategy.launchable and not made.refused for made in plans) else ExitCode.FAILED
 
 
 def _capacity(options: argparse.Namespace, engine: Engine) -> int:

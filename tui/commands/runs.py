@@ -27,7 +27,7 @@ from engine.errors import InputError, plural
 from engine.models import Reason, RunRecord, RunState
 from engine.snapshots import RunSnapshot
 from tui.commands.follow import SupervisorRestart, ending, lasted
-from tui.commands.terminal import Lines, config_file, print_json
+from tui.commands.terminal import Lines, config_file, loaded_config, print_json
 from tui.formatting import (
     NOT_MEASURED,
     ago,
@@ -292,8 +292,8 @@ def metrics(options: argparse.Namespace, engine: Engine) -> int:
 
 def _metrics_trial(file: Path, options: argparse.Namespace, engine: Engine) -> MetricsTrial:
     """The metrics that would be read from a file, with the pattern of the configuration where there is one."""
-    chosen = config_file(options)
-    job = engine.load_config(chosen).job if options.config is not None or chosen.exists() else None
+    named = options.config is not None or config_file(options).exists()
+    job = loaded_config(options, engine).job if named else None
     try:
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(file.open("rb")) if str(file) != "-" else sys.stdin.buffer

@@ -17,6 +17,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
+from engine import api
 from engine.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,9 +51,18 @@ def config_file(options: argparse.Namespace) -> Path:
 
 
 def accepted_config(options: argparse.Namespace, engine: Engine, *, launch: bool = False) -> Config:
-    """The command's configuration, once a person has accepted what it makes run: it may be somebody else's. Raises
-    ConfigError, and InputError where nobody has."""
-    config = engine.load_config(config_file(options))
+    """The command's configuration, once a person has accepted what it makes run: it may be somebody
+    else's. Raises ConfigError, and InputError where nobody has, and for a grid."""
+    return accepted(loaded_config(options, engine), options, engine, launch=launch)
+
+
+def loaded_config(options: argparse.Namespace, engine: Engine) -> Config:
+    """The command's configuration, with its --set. Raises ConfigError, and InputError for a grid."""
+    return engine.load_config(config_file(options), api.parse_settings(options.set))
+
+
+def accepted(config: Config, options: argparse.Namespace, engine: Engine, *, launch: bool = False) -> Config:
+    """The same configuration. Raises InputError where nobody has accepted what it makes run."""
     if engine.nodes.is_accepted(config, launch=launch):
         return config
     if not options.accept:

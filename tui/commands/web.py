@@ -55,6 +55,7 @@ def web(options: argparse.Namespace, engine: Engine) -> int:
     command = [sys.executable, "-P", "-c", "from tui.cli import main; raise SystemExit(main())", "--read-only"]
     if options.config is not None or config_file(options).exists():
         command += ["-c", str(accepted_config(options, engine).file)]
+        command += [f"--set={text}" for text in options.set]
     with _listening(options.host, options.port) as listener:
         window = _Window(command, options.host, listener.getsockname()[1])
         if options.json:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.config.edit import changed_keys, edited_settings, line_of, parse_settings, with_settings, write_settings
+from engine.config.edit import changed_keys, edited_settings, line_of, with_settings, write_settings
 from engine.config.load import load_config
 from engine.config.models import Config
+from engine.config.overrides import parse_settings
 from engine.errors import ConfigError, InputError
 
 FILE = """# ours
@@ -111,8 +112,8 @@ def test_all_faults_are_named_and_nothing_is_changed(path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         with_settings(job(path), parse_settings(["batch_size=0", "lerning_rate=1", "data=x"]), "--set")
     assert str(caught.value).splitlines() == [
-        "--set: job.lerning_rate = 1: expected a known key; did you mean learning_rate?",
         "--set: job.data = 'x': expected no value here: change it in the file",
+        "--set: job.lerning_rate = 1: expected a known key; did you mean learning_rate?",
         "--set: job.batch_size = 0: expected a whole number, 1 or more",
     ]
     with pytest.raises(ConfigError, match="grad_accumulation_steps = 900: expected at most iters = 10"):
