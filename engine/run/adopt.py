@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from engine.errors import LaunchError
 from engine.models import Reason, RunState
 from engine.run import events
-from engine.run.effects import Cancel, Connect, ConnectUnknown, Find, Reconnect
+from engine.run.effects import Cancel, Connect, ConnectUnknown, Find, Reconnect, RunPreflight
 from engine.run.history import AttemptHistory
 from engine.run.observation import Cancelled, Found
 from engine.run.outcome import ABORTED_EARLY, end_run, judge_again, judged, launch_failed, seek_proofs, unproved
@@ -20,6 +20,7 @@ _PROOF_LIMIT_S = 30.0
 _SHORT_AFTERMATH_S = 30.0
 """For a run that has waited for its nodes before."""
 _LOST_IN_LAUNCH = "its supervisor was lost in the middle of the launch"
+_LOST = events.Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_IN_LAUNCH)
 _RESUME = "`flightdeck resume` goes on from the newest state that the nodes have"
 
 
@@ -62,6 +63,12 @@ def adopt(t: Transition) -> None:
         t.enter(Phase.ENDING_UNKNOWN)
         t.do(ConnectUnknown())
     elif attempt is None or not t.history.launched:
+        if t.state.launched_plan.unattended and t.history.abort is None:
+            if t.run_state is RunState.PLANNED:
+                t.change(RunState.PREFLIGHT)
+            t.enter(Phase.PREFLIGHT)
+            t.do(RunPreflight())
+            return
         # Nobody waits for it any more, and what was checked then is not true now: it is not launched by surprise.
         lost = events.Verdict(
             RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched"
@@ -92,8 +99,10 @@ def finding(t: Transition) -> None:
         t.record(result.launcher)
     if result.launcher is not None or result.anything or t.run_state is RunState.FINISHING:
         begin_running(t, launched=result.launcher is not None)
+    elif t.state.launched_plan.unattended:
+        fail_again(t, _LOST)
     elif not t.history.failures:
-        end_run(t, events.Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_IN_LAUNCH))
+        end_run(t, _LOST)
     else:
         # It had been running before: it goes on.
         fail_again(t, launch_failed(_LOST_IN_LAUNCH))

@@ -187,6 +187,8 @@ class FailedRun:
     """The lease of a node that was silent for as long has ended its ranks; None: the lease lets them go on."""
     why_never: str | None = None
     """Why this job is never restarted."""
+    unattended: bool = False
+    """As in RunPlan."""
     nodes: tuple[NodePresence, ...] = ()
     """All nodes of the run."""
     waited_s: float = 0.0
@@ -201,6 +203,11 @@ class FailedRun:
     @property
     def earlier(self) -> tuple[AttemptFailed, ...]:
         return self.failures[:-1]
+
+    @property
+    def lost_with_head(self) -> bool:
+        """Its last attempt was lost with its supervisor alone, and it goes on without a person."""
+        return self.unattended and self.last.verdict.reason is Reason.SUPERVISOR_LOST
 
     @cached_property
     def furthest_before(self) -> int:
@@ -219,12 +226,12 @@ def _transient(failed: AttemptFailed) -> bool:
 
 
 def _never(run: FailedRun) -> str | None:
-    return run.why_never or run.last.verdict.reason.traits.never_restarted
+    return run.why_never or (None if run.lost_with_head else run.last.verdict.reason.traits.never_restarted)
 
 
 def _never_stepped(run: FailedRun) -> bool:
     last = run.last
-    if run.earlier or last.under_way:
+    if run.earlier or last.under_way or run.lost_with_head:
         return False
     return not last.verdict.reason.traits.from_outside and not _transient(last)
 
@@ -329,6 +336,7 @@ def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> Fail
         needed=nodes if needs_all else min(wanted, nodes),
         lost_after_s=lost_after_s(config),
         why_never=kind.why_never_restarted(restart_commands=allowed, nothing_ran=nothing_ran),
+        unattended=plan.unattended,
     )
 
 

@@ -83,7 +83,10 @@ def judged(t: Transition) -> events.Verdict | None:
     if result is None:
         return None
     t.set_ending(verdict_pending=False, ends_judged=result.ends_known)
-    return result.verdict
+    verdict = result.verdict
+    # A run that nobody has to be there for goes on, as after any other failure.
+    goes_on = verdict.state is RunState.LOST and t.state.launched_plan.unattended
+    return replace(verdict, state=RunState.FAILED) if goes_on else verdict
 
 
 def attempt_failure(t: Transition, number: int, verdict: events.Verdict, reached: int = 0) -> events.AttemptFailed:

@@ -39,6 +39,8 @@ class RunPlan(FrozenModel):
     """The run that it does again."""
     budget_s: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """How long after the start of its first attempt it is stopped as if that were requested; None: never."""
+    unattended: bool = False
+    """The queue's: the loss of its supervisor, as by a restart of the head, is recovered from as a node's is."""
     calibration: Calibration | None = None
     """The calibration behind `division`: of all nodes of the configuration, also of those that are left out."""
 

@@ -61,6 +61,7 @@ class Scenario:
     """Row of RECOVERIES."""
     budget_s: float = 0.0
     """0: none."""
+    unattended: bool = False
     faults: tuple[Fault, ...] = ()
 
     def to_json(self) -> str:
@@ -84,7 +85,8 @@ class Scenario:
         plan = run_plan(
             self.kind, self.nodes, self.local, self.iterations, self.every, self.min_nodes or None, self.recovery
         )
-        return plan.model_copy(update={"budget_s": self.budget_s}) if self.budget_s else plan
+        more = {"budget_s": self.budget_s or None, "unattended": self.unattended}
+        return plan.model_copy(update=more) if any(more.values()) else plan
 
 
 _PLAIN: Final = Scenario()
@@ -218,11 +220,14 @@ def draw(seed: int, number: int) -> Scenario:
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )
     # Last, so that all else is drawn as without it.
-    return replace(drawn, budget_s=round(rng.uniform(2.0, 2.0 * length_s), 2)) if rng.random() < _BUDGETS else drawn
+    budget_s = round(rng.uniform(2.0, 2.0 * length_s), 2) if rng.random() < _BUDGETS else 0.0
+    return replace(drawn, budget_s=budget_s, unattended=rng.random() < _UNATTENDED)
 
 
 _BUDGETS: Final = 0.15
 """Share of the histories with a run that is launched for a time."""
+_UNATTENDED: Final = 0.25
+"""Share of the histories with a run of the queue."""
 
 
 def _second_failure(rng: random.Random, nodes: int, length_s: float) -> tuple[Fault, ...]:

@@ -383,9 +383,9 @@ def test_an_abort_of_a_run_asks_its_keepers_unless_it_is_to_be_now(life: Life, n
     assert life.run_state is RunState.ABORTED
 
 
-def with_budget(life: Life) -> Life:
+def with_budget(life: Life, **more: Any) -> Life:
     """Stopped ten seconds after its first attempt was planned."""
-    life.plan = life.plan.model_copy(update={"budget_s": 10.0})
+    life.plan = life.plan.model_copy(update={"budget_s": 10.0, **more})
     life.state = replace(life.state, launched_plan=life.plan, plan=life.plan)
     return life
 
@@ -479,6 +479,41 @@ def test_an_adopter_goes_on_with_the_ranks_that_it_finds(tmp_path: Path) -> None
     assert life.phase.name == "RUNNING"
     life.kill()
     assert life.phase is Phase.DECIDING
+
+
+def of_the_queue(life: Life) -> Life:
+    return with_budget(life, budget_s=None, unattended=True)
+
+
+@pytest.mark.parametrize("states", [["preflight"], ["preflight", "launching"]])
+def test_an_adopter_checks_a_run_of_the_queue_anew_that_was_not_launched(tmp_path: Path, states: list[str]) -> None:
+    before = [events.StateChanged(state=RunState(state)) for state in states]
+    life = of_the_queue(Life(tmp_path, *before, adopting=True))
+    assert life.step() == [RunPreflight()]
+    assert life.step(Checked(PASSED)) == [PlanAttempt(life.plan.nodes)]
+
+
+def test_a_run_of_the_queue_goes_on_after_a_restart_of_this_machine(tmp_path: Path) -> None:
+    lost = events.Verdict(RunState.LOST, Reason.SUPERVISOR_LOST, "the machine was restarted")
+    life = of_the_queue(adopted(tmp_path, LAUNCHER, events.StateChanged(state=RunState.RUNNING)))
+    life.step()
+    life.connect()
+    life.start_ranks()
+    life.step(Found(), launcher_alive=False)
+    for rank in (0, 1):
+        life.rank(rank, vanished=True)
+    life.step()
+    life.end(lost)
+    assert (life.run_state, life.phase) == (RunState.RECOVERING, Phase.DECIDING)
+    assert "its supervisor" not in (life.state.history.restart_refused or "")
+
+
+def test_a_run_of_the_queue_that_was_lost_in_its_launch_is_launched_again(tmp_path: Path) -> None:
+    life = of_the_queue(adopted(tmp_path))
+    life.step()
+    life.connect()
+    life.step(Found(anything=False))
+    assert (life.run_state, life.phase) == (RunState.RECOVERING, Phase.DECIDING)
 
 
 def test_an_adopter_stops_a_run_whose_time_has_come_meanwhile(tmp_path: Path) -> None:
