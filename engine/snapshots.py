@@ -366,6 +366,29 @@ class TrackerStatus:
 
 
 @dataclass(frozen=True)
+class Notification:
+    """One event of a run, or of the queue, that people are told."""
+
+    event: str
+    """As in `on` of [notify]."""
+    title: str
+    text: str
+    at: datetime
+    run: str = ""
+    problems: tuple[str, ...] = ()
+    """Channels that did not take it, each with the reason."""
+
+
+@dataclass(frozen=True)
+class ChannelAnswer:
+    channel: str
+    """ "desktop", "command", "webhook 1", …"""
+    sent: bool
+    answer: str
+    """The reply, or why it was not sent, without secrets."""
+
+
+@dataclass(frozen=True)
 class ChunkProgress:
     """Progress through data that is streamed in chunks."""
 
@@ -416,6 +439,8 @@ class RunSnapshot:
     task_results: tuple[TaskResult, ...] = ()
     """The results of a task on what another run has trained."""
     trackers: tuple[TrackerStatus, ...] = ()
+    notifications: tuple[Notification, ...] = ()
+    """Those that were told, the oldest first; only the newest if there are many."""
 
     @property
     def ended(self) -> bool:

@@ -50,6 +50,10 @@ def _nothing_to_launch(state: DeckState) -> str | None:
     return None
 
 
+def _unnotified(state: DeckState) -> str | None:
+    return None if state.config is not None and state.config.notify.active else "[notify] has no channel"
+
+
 def _failures(state: DeckState) -> str | None:
     failures = state.failures()
     return f"preflight has {plural(failures, 'failure')}: r checks again" if failures else None
@@ -244,6 +248,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            panes=("run", "logs", "history"), why_not=_first(_loading, _again, _busy)),
     Action("edit", ("e",), "edit", "Edit the configuration in $EDITOR; it is read again at once", "run",
            why_not=_first(_loading, _edit)),
+    Action("notify_test", ("ctrl+t",), "notify", "Send a test by each channel of [notify]", "run",
+           why_not=_first(_loading, _nothing_to("test"), _unnotified)),
     Action("recheck", ("r",), "re-check", "Run the preflight checks again (in preflight), else probe the nodes", "run",
            why_not=_first(_loading, _nothing_to("check"), _checked_by_run, _busy)),
     Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run",

@@ -49,10 +49,20 @@ from tui.engine_client import (
     TelemetryReceived,
 )
 from tui.fixes import CableSetup, CheckFix, FixCommand, HostKeyFix, fix_for
-from tui.formatting import shortened, size
+from tui.formatting import shortened, size, terminal_notification
 from tui.gc_pauses import GcScheduler
 from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
-from tui.poller import POLL_S, ConfigEdited, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
+from tui.poller import (
+    POLL_S,
+    ConfigEdited,
+    EngineFailed,
+    EngineReady,
+    Notified,
+    RunPoller,
+    RunsRead,
+    SnapshotTaken,
+    Trouble,
+)
 from tui.screens.chat import Chat
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import (
@@ -338,6 +348,13 @@ class FlightDeckApp(App[None]):
         self._latest = message
         if message.run == self._shown and not self.state.frozen:
             self.store.change(snapshot=message.snapshot, now=self._clock())
+
+    def on_notified(self, message: Notified) -> None:
+        notification, config = message.notification, self.state.config
+        if message.first and config is not None and config.notify.terminal and self._driver is not None:
+            self._driver.write(terminal_notification(f"{notification.title}: {notification.text}"))
+        for problem in notification.problems:
+            self.say(f"{notification.event} was not told by {problem}", severity="warning")
 
     def on_runs_read(self, message: RunsRead) -> None:
         before = None if self.state.runs is None else {run.id for run in self.state.runs} | self._opened
@@ -914,6 +931,11 @@ class FlightDeckApp(App[None]):
         except OSError as error:
             self.say(f"could not be saved: {error}", severity="error")
             return None
+
+    def do_notify_test(self) -> None:
+        config = self.state.config
+        assert config is not None
+        self._request(self.client.test_notifications(config))
 
     def do_help(self) -> None:
         self.push_screen(Help(self.state))

@@ -455,6 +455,14 @@ class EngineClient:
         finally:
             self._store.change(busy=None)
 
+    async def test_notifications(self, config: Config) -> None:
+        """Send a test by each channel of [notify]; each answer is shown."""
+        with self._request("notify"):
+            if not self.engine.nodes.is_accepted(config, launch=True):
+                raise InputError("nobody has accepted what the configuration runs", todo="flightdeck notify test")
+            for answer in await self._loop.call(lambda: asyncio.to_thread(self.engine.test_notifications, config)):
+                self._notify(f"{answer.channel}: {answer.answer}", "information" if answer.sent else "error")
+
     async def abort(self, run: str, *, now: bool) -> None:
         """Request the stop and follow it until it is proved; its progress is in the run's snapshots."""
         with self._request("abort"):

@@ -321,9 +321,15 @@ def checkpoint_text(result: RunResult) -> str | None:
     return f"iteration {files[0].iteration:,} ({total}) on {nodes}" if files else None
 
 
+def terminal_notification(text: str) -> str:
+    """OSC 9, which iTerm2, kitty, WezTerm, Ghostty and Windows Terminal show as a notification, and the bell."""
+    return f"\x1b]9;{''.join(filter(str.isprintable, text))}\x07\a"
+
+
 def tracker_texts(tracker: TrackerStatus) -> list[str]:
     """The command or address that shows its curves, and its failure."""
-    failed = f"{tracker.name} is no longer written: {tracker.problem}" if tracker.problem is not None else None
+    ended = "tells nothing more" if tracker.name == "notifier" else "is no longer written"
+    failed = f"{tracker.name} {ended}: {tracker.problem}" if tracker.problem is not None else None
     return [text for text in (tracker.use, failed) if text is not None]
 
 

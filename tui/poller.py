@@ -23,7 +23,7 @@ from engine.errors import ConfigError
 if TYPE_CHECKING:
     from engine.api import Config, Engine, Prediction, RunWatch, Scaling
     from engine.models import NodeFacts, RunRecord
-    from engine.snapshots import RunSnapshot
+    from engine.snapshots import Notification, RunSnapshot
 
 
 class _Newest(Message):
@@ -69,6 +69,14 @@ class SnapshotTaken(_Newest):
 
     run: str
     snapshot: RunSnapshot
+
+
+@dataclass
+class Notified(Message):
+    """A notification of the followed run: `first`, when it is sent; and again with what became of it."""
+
+    notification: Notification
+    first: bool
 
 
 @dataclass
@@ -176,6 +184,8 @@ class RunPoller:
                     fresh = watch.poll()
                     if snapshot is None or _differs(fresh, snapshot):
                         self._post(SnapshotTaken(followed, fresh))
+                    if snapshot is not None:
+                        self._post_notifications(snapshot, fresh)
                     snapshot = fresh
                 self._read = followed
                 if monotonic() >= runs_due:
@@ -194,6 +204,12 @@ class RunPoller:
             idle = snapshot is None or ended or self._reported is not None
             self._wake.wait(max(self._poll_s, ENDED_POLL_S) if idle else self._poll_s)
             self._wake.clear()
+
+    def _post_notifications(self, before: RunSnapshot, fresh: RunSnapshot) -> None:
+        count = len(before.notifications)
+        for place, notification in enumerate(fresh.notifications):
+            if place >= count or notification != before.notifications[place]:
+                self._post(Notified(notification, place >= count))
 
     def _load(self) -> Engine | None:
         try:

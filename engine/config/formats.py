@@ -173,3 +173,11 @@ def _characters(op: str, value: Any) -> frozenset[str]:
     text = "".join(chr(min(code, 128)) for code in range(min(low, 128), min(high, 128) + 1))
     characters = frozenset(text + text.lower() + text.upper()) & _ALL
     return _ALL - characters if op == "NOT_LITERAL" else characters
+
+
+def web_address_form(text: object) -> str | None:
+    """http:// or https:// without user and password, or env:NAME."""
+    if re.fullmatch(r"env:[A-Za-z_]\w{0,99}", str(text), re.ASCII):
+        return None
+    address = re.fullmatch(r"https?://[^\s/?#@]+([/?][!-~]*)?", str(text))
+    return None if address else "an http:// or https:// address without user and password, or env:NAME"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from engine.config.cluster_tables import node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import file_text, read_toml
@@ -322,6 +323,7 @@ def named_programs(config: Config, *, launch: bool) -> list[tuple[str, str]]:
         programs += [("the model's own code", f"{node.model} (trust_remote_code)") for node in config.nodes]
     if variables := _variables(config.job):
         programs.append(("with the variables", ", ".join(variables)))
+    programs += _receivers(config) if launch else []
     return list(dict.fromkeys(programs))
 
 
@@ -345,11 +347,24 @@ def programs_digest(config: Config) -> str:
         digest.update(f"trust_remote_code {[node.model for node in config.nodes]}".encode())
         folders = {Path(node.model) for node in config.nodes if node.local and node.model is not None}
         files += sorted(file for folder in folders for depth in ("*.py", "*/*.py") for file in folder.glob(depth))
+    if config.notify.active:
+        digest.update(repr((config.notify.command, config.notify.webhooks, config.notify.apprise)).encode())
     for file in files:
         # A FIFO would be waited for.
         with contextlib.suppress(OSError):
             digest.update(str(file).encode() + (file.read_bytes() if file.is_file() else b""))
     return digest.hexdigest()
+
+
+def _receivers(config: Config) -> list[tuple[str, str]]:
+    """Programs and hosts that notifications go to, and the variables that these are sent. An address may be a
+    secret."""
+    notify = config.notify
+    receivers = [("the notify command", shlex.join(notify.command))] * bool(notify.command)
+    for webhook in notify.webhooks:
+        host = urlsplit(webhook.url).hostname or webhook.url
+        receivers.append(("a notification to", " with ".join(filter(None, (host, webhook.token)))))
+    return receivers + [("a notification by apprise to", address) for address in notify.apprise]
 
 
 def _variables(job: JobConfig) -> list[str]:

@@ -335,6 +335,53 @@ class RecoveryConfig(_Section):
     """Most time that it repeats."""
 
 
+NotifiedEvent = Literal["end", "failure", "recovery", "stall", "plateau", "queue_empty"]
+_Variable = Annotated[str, Field(pattern="^env:[A-Za-z_][A-Za-z0-9_]{0,99}$")]
+
+
+class WebhookConfig(_Section):
+    """One table per receiver by HTTP. `env:NAME` is the value of a variable of the environment that launches."""
+
+    url: Annotated[str, AfterValidator(accepts(formats.web_address_form))]
+    """`https://…`, or `env:NAME`."""
+    format: Literal["json", "ntfy", "slack", "discord"] = "json"
+    """The service that takes it, or `json` for one object."""
+    token: _Variable | None = None
+    """`env:NAME`, sent as `Authorization: Bearer …`."""
+
+
+class NotifyConfig(_Section):
+    """Who is told how a run goes on, each event once. Off without `desktop`, `terminal`, `command`, `webhooks` or
+    `apprise`. See [notifications](notifications.md)."""
+
+    on: tuple[NotifiedEvent, ...] = ("end", "failure", "recovery", "stall", "plateau", "queue_empty")
+    """The events that are told. `stall`: no step for half of the time after which a run is hung. `plateau`: see
+    `plateau_validations`. `recovery`: a restart has made a step again."""
+    desktop: bool = False
+    """A notification of macOS (`osascript`), elsewhere by `notify-send`."""
+    terminal: bool = False
+    """The bell, and a notification of the terminal (OSC 9), by a console that is open."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments, run on this machine with the event as JSON on its standard input."""
+    webhooks: tuple[WebhookConfig, ...] = Field(default=(), max_length=8)
+    """Receivers by HTTP: `[{ url = "https://ntfy.sh/topic", format = "ntfy" }]`. Default: none."""
+    apprise: tuple[_Variable, ...] = Field(default=(), max_length=8)
+    """Addresses for [Apprise](https://github.com/caronc/apprise), each as `"env:NAME"`. Needs the extra `notify`.
+    Default: none."""
+    plateau_validations: int = Field(default=5, ge=1)
+    """Validations without a new best loss that are a plateau."""
+
+    @property
+    def active(self) -> bool:
+        return bool(self.desktop or self.terminal or self.command or self.webhooks or self.apprise)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The names of those whose values are sent or are addresses."""
+        named = [text for webhook in self.webhooks for text in (webhook.url, webhook.token or "")]
+        return tuple(text.removeprefix("env:") for text in (*named, *self.apprise) if text.startswith("env:"))
+
+
 Theme = Literal[
     "textual-dark", "textual-light", "nord", "gruvbox", "catppuccin-mocha", "dracula", "tokyo-night", "monokai",
     "flexoki", "catppuccin-latte", "catppuccin-frappe", "catppuccin-macchiato", "solarized-light", "solarized-dark",
@@ -370,6 +417,7 @@ class Config(_Section):
     calibration: CalibrationConfig = CalibrationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    notify: NotifyConfig = NotifyConfig()
     ui: UiConfig = UiConfig()
 
     @property

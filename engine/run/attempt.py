@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -42,21 +42,27 @@ from engine.security.sanitise import json_object
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 
-def keep_secrets(run_dir: RunDir, environment: MutableMapping[str, str], *, adopted: bool) -> None:
-    """Give every attempt of the run the secrets of its launch, whoever supervises it. A launch writes those of its
-    `environment` to a file of the run, mode 0600; an adopter takes them from there into its own, by which they are
-    also redacted. Raises OSError when they cannot be written."""
+def keep_secrets(
+    run_dir: RunDir, environment: MutableMapping[str, str], *, adopted: bool, named: Collection[str] = ()
+) -> None:
+    """Give every attempt of the run the secrets of its launch, whoever supervises it, and the variables `named` in its
+    configuration. A launch writes those of its `environment` to a file of the run, mode 0600; an adopter takes them
+    from there into its own, by which they are also redacted. Raises OSError when they cannot be written."""
     if not adopted:
-        write_atomic(run_dir.secrets, json.dumps(_kept(environment)))
+        write_atomic(run_dir.secrets, json.dumps(_kept(environment, named)))
         return
     with contextlib.suppress(OSError, ValueError):
         kept = json_object(json.loads(read_regular(run_dir.secrets)))
-        environment.update(_kept({name: value for name, value in kept.items() if isinstance(value, str)}))
+        environment.update(_kept({name: value for name, value in kept.items() if isinstance(value, str)}, named))
 
 
-def _kept(environment: Mapping[str, str]) -> dict[str, str]:
+def _kept(environment: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
     """The secrets, and W&B's other variables: which mode and server a run reports to."""
-    return {name: text for name, text in environment.items() if name in SECRETS or name.startswith("WANDB_")}
+    return {
+        name: text
+        for name, text in environment.items()
+        if name in SECRETS or name in named or name.startswith("WANDB_")
+    }
 
 
 @dataclass(frozen=True)

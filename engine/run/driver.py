@@ -54,8 +54,7 @@ class LiveRun:
     def start(self) -> None:
         """On the running loop."""
         self._clock = asyncio.create_task(self._run.clock.run(), name="clock")
-        if not self._run.history.record.state.ended:
-            self._observer.trackers.start()
+        self._observer.trackers.start(ended=self._run.history.record.state.ended)
 
     def request_abort(self, by: str) -> None:
         """From a signal handler: the step records it, since another thread may be at the journal now."""

@@ -55,7 +55,10 @@ class Observer:
     """`observe` may wait for the head's disk."""
 
     def __init__(self, run: RunContext) -> None:
-        self.trackers = RunTrackers(run.run_dir, run.whole_plan.config.job)
+        config = run.whole_plan.config
+        # Who starts a task on a result waits for it.
+        notifies = config.notify.active and config.job.task is None
+        self.trackers = RunTrackers(run.run_dir, config.job, notifies=notifies)
         self.series = SeriesKeeper(run.run_dir)
         self.hosts: dict[str, LiveHost] = {}
         self.attempt: WatchedAttempt | None = None

@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
         # An upgrade of this package must not change what the run's nodes get.
         node_bundle()
         plan, damage = read_plan_and_damage(run_dir.plan)
-        keep_secrets(run_dir, os.environ, adopted=options.adopt)
+        keep_secrets(run_dir, os.environ, adopted=options.adopt, named=plan.config.notify.variables)
         recorder = RunRecorder(run_dir.journal, plan, Store(run_dir.home).put_run)
         if damage is not None:
             write_plan(run_dir.plan, plan)

@@ -177,17 +177,20 @@ def _unchanged(journal: str, ended_at: float | None) -> bool:
 def adopt_orphans(home: Path, notify: Callable[[str], object] = lambda _: None) -> list[str]:
     """Start a supervisor for every orphan; the ids of the runs that got one. A run that cannot be adopted does not
     hold up the others; the next console or command tries again, and `notify` gets why where its files are at fault.
-    Secrets that a supervisor could not remove after its run's end are removed."""
+    Secrets that a supervisor could not remove after its run's end are removed, once that end was told."""
+    untold = list[RunDir]()
     for secrets in filter(os.path.exists, (f"{home}/runs/{name}/secrets.json" for name in run_names(home))):
         run_dir = RunDir(Path(secrets).parent)
         with contextlib.suppress(OSError, StateError):
             # With the lock: a supervisor that takes the run up again may have written them just now.
             if (held := take_lock(run_dir)) is not None:
                 with os.fdopen(held):
-                    if _is_done(run_dir):
+                    if run_dir.end_untold.exists():
+                        untold += [run_dir] * read_history(run_dir).record.state.ended
+                    elif _is_done(run_dir):
                         run_dir.secrets.unlink()
     adopted = []
-    for run_dir in orphans(home):
+    for run_dir in {run_dir.id: run_dir for run_dir in (*untold, *orphans(home))}.values():
         try:
             start_supervisor(run_dir, "--adopt")
         except LaunchError:

@@ -1,4 +1,5 @@
-"""The trackers of a run, TensorBoard's event files or W&B: a process each, no failure of which touches the run.
+"""The trackers of a run, TensorBoard's event files or W&B, and its notifier: a process each, no failure of which
+touches the run.
 
 `python -m engine.run.tracker <run directory> tensorboard|wandb` follows metrics.jsonl from the first row on, so whoever
 follows a process that was killed writes everything anew; its standard input is open for as long as the run may report
@@ -36,12 +37,13 @@ from engine.run.events import TrackerFailed
 from engine.run.journal import read_history
 from engine.run.json_lines import LineTail, parse_json_line
 from engine.run.metrics import figures
+from engine.run.notifications import NOTIFIER
 from engine.run.run_plan import read_plan
 from engine.security.sanitise import finite_or_none, last_line, plain
 from engine.store.layout import RunDir
 
 _POLL_S = 0.5
-_END_LIMIT_S = 90
+END_LIMIT_S = 90
 """A process that its supervisor has left ends by itself, when the service takes nothing."""
 _ENVELOPE = frozenset({"kind", "attempt", "at", "iteration"})
 _FAILED = frozenset({RunState.FAILED, RunState.ABORTED, RunState.LOST})
@@ -187,9 +189,9 @@ def follow(run_dir: RunDir, tracker: Tracker) -> None:
     tail, number, ended = LineTail(run_dir.metrics), 0, False
     while not ended:
         # Before reading: then nothing comes any more.
-        ended = _input_ended(_POLL_S)
+        ended = input_ended(_POLL_S)
         number = _add_rows(tail, tracker, number)
-    signal.alarm(_END_LIMIT_S)
+    signal.alarm(END_LIMIT_S)
     tracker.close()
 
 
@@ -211,7 +213,7 @@ def _add_rows(tail: LineTail, tracker: Tracker, number: int) -> int:
     return number
 
 
-def _input_ended(wait_s: float) -> bool:
+def input_ended(wait_s: float) -> bool:
     readable, _, _ = select.select([0], [], [], wait_s)
     return bool(readable) and not os.read(0, 4096)
 
@@ -219,8 +221,13 @@ def _input_ended(wait_s: float) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     path, name = arguments or sys.argv[1:]
     run_dir = RunDir(Path(path))
+    return exit_code(lambda: follow(run_dir, TRACKERS[name](run_dir, read_plan(run_dir.plan).config)))
+
+
+def exit_code(work: Callable[[], None]) -> int:
+    """0, or 1 and the fault on standard error."""
     try:
-        follow(run_dir, TRACKERS[name](run_dir, read_plan(run_dir.plan).config))
+        work()
     except Exception as error:
         traceback.print_exc()
         # The last line is the reason that a person is shown.
@@ -246,6 +253,8 @@ def mark(run_dir: RunDir, name: str) -> str:
 
 class TrackerThread(threading.Thread):
     """One tracker from the run's first metric on."""
+
+    _module = "engine.run.tracker"
 
     def __init__(self, run_dir: RunDir, name: str, job: JobConfig, faults: SimpleQueue[TrackerFailed]) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
@@ -291,7 +300,7 @@ class TrackerThread(threading.Thread):
 
     def _run_process(self, output: int) -> int:
         # -P keeps the run's directory, which has a folder "wandb", off the module path.
-        argv = [sys.executable, "-P", "-m", "engine.run.tracker", str(self._run_dir.path), self._tracker]
+        argv = [sys.executable, "-P", "-m", self._module, str(self._run_dir.path), self._tracker]
         folder, environment = self._run_dir.path, self._environment
         with processes.start_session(argv, folder, output, stdin=subprocess.PIPE, env=environment) as process:
             while process.poll() is None and not self.ending.wait(_WATCH_S):
@@ -312,15 +321,28 @@ class TrackerThread(threading.Thread):
                 os.kill(process.pid, signal.SIGKILL)
 
 
-class RunTrackers:
-    """All trackers of one run. Starting and ending them again does nothing."""
+class _NotifierThread(TrackerThread):
+    """The process that tells people about the run, from its beginning on."""
 
-    def __init__(self, run_dir: RunDir, job: JobConfig) -> None:
+    _module = "engine.run.notifier"
+
+    def _has_rows(self) -> bool:
+        return True
+
+
+class RunTrackers:
+    """All trackers of one run, and its notifier. Starting and ending them again does nothing."""
+
+    def __init__(self, run_dir: RunDir, job: JobConfig, *, notifies: bool = False) -> None:
         self._faults: SimpleQueue[TrackerFailed] = SimpleQueue()
         self._threads = [TrackerThread(run_dir, name, job, self._faults) for name in job.trackers]
+        self._notifiers: list[TrackerThread] = (
+            [_NotifierThread(run_dir, NOTIFIER, job, self._faults)] if notifies else []
+        )
 
-    def start(self) -> None:
-        for thread in self._threads:
+    def start(self, *, ended: bool = False) -> None:
+        """`ended`: the run has, and only how it did may have to be told."""
+        for thread in (*([] if ended else self._threads), *self._notifiers):
             if thread.ident is None:
                 thread.start()
 
@@ -332,7 +354,10 @@ class RunTrackers:
     def close(self) -> None:
         """Returns when all processes are gone, after about a minute at the latest. Blocking."""
         self.end()
-        for thread in self._threads:
+        for thread in self._notifiers:
+            # Not before: how the run has ended may be known only in its aftermath.
+            thread.ending.set()
+        for thread in (*self._threads, *self._notifiers):
             if thread.ident is not None:
                 thread.join()
 

@@ -20,6 +20,7 @@ from engine.run.events import RunPlanned, SupervisorStarted
 from engine.run.history import AttemptHistory, fold, run_history
 from engine.run.journal import JournalTail, describe_damage
 from engine.run.metrics import MetricsSeries
+from engine.run.notifications import NOTIFIER, NotificationTail
 from engine.run.rank_events import RankEvents
 from engine.run.result import STATE_WEIGHTS, newest_weights, run_result
 from engine.run.run_plan import read_plan_and_damage
@@ -68,9 +69,10 @@ class RunWatch:
         self._unreadable: tuple[str, ...] = ()
         """The files of figures that cannot be read, each with the reason."""
         self._series = MetricsSeries(rundir.metrics)
+        self._notifications = NotificationTail(rundir.notifications)
         self._ranks = self._rank_events()
-        self._checks: tuple[CheckResult, ...] = ()
-        self._checks_seen: tuple[int, int] | None = None
+        self._checks: tuple[tuple[CheckResult, ...], tuple[int, int] | None] = (), None
+        """With the state of the file that they were read from."""
         self._alive_until = float("-inf")
         """Until when its supervisor counts as alive (monotonic)."""
 
@@ -87,12 +89,6 @@ class RunWatch:
         reports = self._poll_figures()
         self._read_checks()
         record = self._record(reports)
-        ended_badly = record.state.ended and record.reason is not Reason.COMPLETED
-        if not ended_badly:
-            # A run that had failed may have been reopened, or have succeeded as is known now.
-            self._diagnosed = ()
-        elif not self._diagnosed and self._diagnose is not None:
-            self._diagnosed = (self._diagnose(self._rundir),)
         running = record.state is RunState.RUNNING
         ranks = tuple(self._rank(rank, report) for rank, report in enumerate(reports))
         history, attempt = self._history, self._history.last_attempt
@@ -101,12 +97,12 @@ class RunWatch:
             supervised=supervised,
             state_since=history.state_since,
             ranks=ranks,
-            checks=self._checks,
+            checks=self._checks[0],
             series=self._series.build(self._ranks[0].checkpoints),
             eta_s=self._series.seconds_left(record.iteration, record.iterations) if running else None,
             learning_rate=self._series.learning_rate,
             grad_norm=next((norm for report in reports if (norm := report.global_grad_norm) is not None), None),
-            diagnosis=next(iter(self._diagnosed), None),
+            diagnosis=self._diagnosis(record),
             stop=history.stop,
             alarms=attempt.shown_alarms() if attempt is not None else (),
             verification=self._verification(reports, record),
@@ -123,7 +119,16 @@ class RunWatch:
             result=self.result() if record.state.ended else None,
             task_results=history.task_results,
             trackers=tuple(self._trackers()),
+            notifications=tuple(self._notifications.by_key.values()),
         )
+
+    def _diagnosis(self, record: RunRecord) -> Diagnosis | None:
+        if not record.state.ended or record.reason is Reason.COMPLETED:
+            # A run that had failed may have been reopened, or have succeeded as is known now.
+            self._diagnosed = ()
+        elif not self._diagnosed and self._diagnose is not None:
+            self._diagnosed = (self._diagnose(self._rundir),)
+        return next(iter(self._diagnosed), None)
 
     def _is_supervised(self) -> bool:
         now = time.monotonic()
@@ -134,7 +139,7 @@ class RunWatch:
     def _poll_figures(self) -> list[RankReport]:
         """Read metrics and events, as far as they can be read."""
         unreadable = []
-        for poll in (self._series.poll, *(events.poll for events in self._ranks)):
+        for poll in (self._series.poll, self._notifications.poll, *(events.poll for events in self._ranks)):
             try:
                 poll()
             except StateError as error:
@@ -221,6 +226,8 @@ class RunWatch:
         return run_result(self._history, self._series, datetime.now(UTC))
 
     def _trackers(self) -> Iterator[TrackerStatus]:
+        if (why := self._history.trackers_failed.get(NOTIFIER)) is not None:
+            yield TrackerStatus(NOTIFIER, None, why)
         for name in self._plan.config.job.trackers if self._series.tail.offset else ():
             yield TrackerStatus(name, _use(self._rundir, name), self._history.trackers_failed.get(name))
 
@@ -299,9 +306,9 @@ class RunWatch:
     def _read_checks(self) -> None:
         with contextlib.suppress(FileNotFoundError, ValueError):
             stat = self._rundir.preflight.stat()
-            if (seen := (stat.st_mtime_ns, stat.st_size)) != self._checks_seen:
+            if (seen := (stat.st_mtime_ns, stat.st_size)) != self._checks[1]:
                 report = PreflightReport.model_validate_json(read_regular(self._rundir.preflight))
-                self._checks, self._checks_seen = tuple(report.checks), seen
+                self._checks = tuple(report.checks), seen
 
 
 def _use(run_dir: RunDir, tracker: str) -> str | None:

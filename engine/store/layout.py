@@ -66,6 +66,16 @@ class RunDir:
         """Conversations with what the run has trained, one question with its answer a line."""
         return self.path / "chat.jsonl"
 
+    @property
+    def notifications(self) -> Path:
+        """The notifications of the run, and what became of them (engine.run.notifications)."""
+        return self.path / "notifications.jsonl"
+
+    @property
+    def end_untold(self) -> Path:
+        """There until the run's end was told, where it is to be."""
+        return self.path / "end.untold"
+
     def tracker(self, name: str) -> Path:
         """A tracker's folder: TensorBoard's event files, or W&B's own, with what it has not sent in `offline-run-*`."""
         return self.path / name

@@ -19,7 +19,7 @@ from engine.config.cluster_tables import NODE_PATHS
 from engine.config.faults import bound_text
 from engine.config.job_table import OWN_KEYS
 from engine.config.mlx_lm_keys import DEFAULTS, KEYS
-from engine.config.models import Config, NodeConfig
+from engine.config.models import Config, NodeConfig, WebhookConfig
 
 _TABLES: Final = {
     "[cluster]": "cluster",
@@ -31,6 +31,7 @@ _TABLES: Final = {
     "[calibration]": "calibration",
     "[checkpoint]": "checkpoint",
     "[recovery]": "recovery",
+    "[notify]": "notify",
     "[ui]": "ui",
 }
 _HEADER: Final = ["| key | type | default | meaning |", "|---|---|---|---|"]
@@ -52,6 +53,8 @@ def _table(title: str, model: type[BaseModel]) -> str:
     if title == "[[node]]":
         paths = ", ".join(f"`{name}`" for name in NODE_PATHS)
         parts.append(f"`[node_defaults]` is a table with {paths}, for every node that does not set them.")
+    if title == "[notify]":
+        parts.append(_table("[[notify.webhooks]]", WebhookConfig).replace("## ", "### ", 1))
     if title == "[job]":
         parts += ["### mlx-lm keys", "\n".join([*_MLX_LM_HEADER, *map(_mlx_lm_row, KEYS)])]
     return "\n\n".join(parts)
@@ -117,7 +120,7 @@ def _type_name(annotation: Any) -> str:
     if origin in (UnionType, Union, Annotated):
         return _type_name(arguments[0])
     if origin is tuple:
-        return "list of strings"
+        return "list of tables" if arguments[0] is WebhookConfig else "list of strings"
     if origin is dict:
         return "table of strings"
     return {bool: "boolean", int: "integer", float: "number", str: "string"}[annotation]

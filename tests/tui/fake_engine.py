@@ -51,6 +51,7 @@ from engine.run.compare import Cell, Comparison, Difference, SpeedReasons
 from engine.run.logs.mirror import Mirror
 from engine.run.series.reader import RunSeries
 from engine.snapshots import (
+    ChannelAnswer,
     Deletion,
     Diagnosis,
     Fetched,
@@ -522,6 +523,8 @@ class FakeEngine:
     listeners: int = 0
     """Telemetry that is on."""
     closed: bool = False
+    answers: list[ChannelAnswer] = field(default_factory=list)
+    """The channels', to a test of them."""
     taken: Calibration | None = None
     """The newest calibration."""
     steps: list[CalibrationProgress | Calibration | Scaling] = field(default_factory=list)
@@ -650,6 +653,9 @@ class FakeEngine:
 
     def is_accepted(self, config: Config, *, launch: bool = False) -> bool:
         return True
+
+    def test_notifications(self, config: Config) -> list[ChannelAnswer]:
+        return self.answers
 
     async def close(self) -> None:
         self.closed = True
