@@ -250,6 +250,7 @@ def _starting(commands: Commands) -> None:
 
 def _cluster(commands: Commands) -> None:
     _init(commands)
+    _environments(commands)
     _planning(commands)
     preflight = _command(
         commands,
@@ -343,6 +344,27 @@ def _notify(commands: Commands) -> None:
     )
     notify.add_argument("action", choices=("test",), help="send a test")
     _config(notify)
+
+
+def _environments(commands: Commands) -> None:
+    made = _command(
+        commands,
+        "environments",
+        "environments.environments",
+        "python environments on the nodes: list them, make one on each, remove one",
+        ("flightdeck environments make", "shows what would be made, asks, and writes `python` of each [[node]]"),
+        ("flightdeck environments make --node ana --yes", "on one node, without a question"),
+        ("flightdeck environments make --offline", "from wheels that this machine downloads and sends"),
+        ("flightdeck environments remove ID", "refused while a configuration or a run uses it"),
+        adopts=False,
+    )
+    _config(made)
+    made.add_argument("action", nargs="?", choices=("list", "make", "remove"), default="list", metavar="ACTION",
+                      help="list, make or remove; default: list")  # fmt: skip
+    made.add_argument("id", nargs="?", metavar="ID", help="with remove: which, as the list names it")
+    made.add_argument("--node", action="append", default=[], metavar="NAME", help="only there; may be repeated")
+    made.add_argument("--offline", action="store_true", help="with make: send wheels, also where an index is reached")
+    made.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _planning(commands: Commands) -> None:

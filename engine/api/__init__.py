@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engine.checks.inspection import DataInspection
     from engine.checks.runner import CHECKS, check_label, with_pending
     from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_hostfile, hosts_from_names, is_address
+    from engine.cluster.environments import EnvironmentPlan, EnvironmentProgress, EnvironmentsReport
     from engine.cluster.probe_results import NodeCopies, NodeCopy
     from engine.cluster.transport.base import Completed
     from engine.config.draft import DraftJob, DraftNode, already_there, draft, find_job, unique_names, write_draft
@@ -68,6 +69,7 @@ _NAMES: Final = {
     "engine.checks.runner": "CHECKS check_label with_pending",
     "engine.cluster.discovery": "FoundHost FoundPython hosts_from_hostfile hosts_from_names is_address",
     "engine.cluster.probe_results": "NodeCopies NodeCopy",
+    "engine.cluster.environments": "EnvironmentPlan EnvironmentProgress EnvironmentsReport",
     "engine.cluster.transport.base": "Completed",
     "engine.config.draft": "DraftJob DraftNode already_there draft find_job unique_names write_draft",
     "engine.config.edit": "changed_keys edited_settings line_of with_settings",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engine.api.chats import ChatsApi
     from engine.api.checks import ChecksApi
     from engine.api.comparisons import ComparisonsApi
+    from engine.api.environments import EnvironmentsApi
     from engine.api.launches import LaunchesApi
     from engine.api.model_copies import ModelsApi
     from engine.api.nodes import NodesApi
@@ -102,6 +103,12 @@ class Engine(Session):
         from engine.api.checks import ChecksApi
 
         return ChecksApi(self, self.calibrations)
+
+    @cached_property
+    def environments(self) -> EnvironmentsApi:
+        from engine.api.environments import EnvironmentsApi
+
+        return EnvironmentsApi(self, self.nodes, self.runs)
 
     @cached_property
     def launches(self) -> LaunchesApi:

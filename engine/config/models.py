@@ -382,6 +382,20 @@ class NotifyConfig(_Section):
         return tuple(text.removeprefix("env:") for text in (*named, *self.apprise) if text.startswith("env:"))
 
 
+class EnvironmentConfig(_Section):
+    """The python environment that `flightdeck environments make` makes on nodes. The whole table may be left out."""
+
+    requirements: Annotated[tuple[str, ...] | str | None, BeforeValidator(accepts(formats.requirements_form))] = None
+    """Its packages: a list as in `["mlx==0.32.1", "mlx-lm"]`, or a requirements file on this machine. The lines are
+    requirements by name, `--index-url` or `--extra-index-url`. Default: mlx and mlx-lm with all that they need, in the
+    versions of this machine; required for framework `torch`."""
+    python: Annotated[str | None, BeforeValidator(accepts(formats.minor_form))] = None
+    """Its Python: `"3.12"`. Default: this machine's where every node can have it, else the newest that all have."""
+    wheels: _HeadPath | None = None
+    """Folder on this machine with the wheels of all packages, which are sent to the nodes: nothing then comes from a
+    package index. Default: none; a node that reaches no index gets the wheels that this machine downloads for it."""
+
+
 Theme = Literal[
     "textual-dark", "textual-light", "nord", "gruvbox", "catppuccin-mocha", "dracula", "tokyo-night", "monokai",
     "flexoki", "catppuccin-latte", "catppuccin-frappe", "catppuccin-macchiato", "solarized-light", "solarized-dark",
@@ -418,6 +432,7 @@ class Config(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     notify: NotifyConfig = NotifyConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     ui: UiConfig = UiConfig()
 
     @property

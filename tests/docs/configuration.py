@@ -32,6 +32,7 @@ _TABLES: Final = {
     "[checkpoint]": "checkpoint",
     "[recovery]": "recovery",
     "[notify]": "notify",
+    "[environment]": "environment",
     "[ui]": "ui",
 }
 _HEADER: Final = ["| key | type | default | meaning |", "|---|---|---|---|"]
