@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from rich.text import Text
 from textual.app import App, SuspendNotSupported
 from textual.binding import Binding, BindingType
+from textual.content import Content
 from textual.events import Event, InputEvent
 from textual.worker import Worker
 
 from engine import api
-from engine.errors import plural
+from engine.errors import ConfigError, plural
 from tui.actions import ACTIONS, Action
 from tui.chart_files import COLUMNS, NO_PNG, png_possible, write_chart
 from tui.encoding import prepare
@@ -64,6 +65,7 @@ from tui.poller import (
     Trouble,
 )
 from tui.screens.chat import Chat
+from tui.screens.configuration import Configuration, Line, editor_at, fault_rows, value_rows
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import (
     Confirm,
@@ -153,7 +155,7 @@ class FlightDeckApp(App[None]):
         self._slow_link = slow_link
         self._start = start
         self._follow = follow
-        self._first_shown = self._asked = self._leaving = False
+        self._first_shown = self._asked = self._leaving = self._edited_here = False
         self._latest: SnapshotTaken | None = None
         self._shown: str | None = None
         self._first: str | None = None
@@ -292,12 +294,17 @@ class FlightDeckApp(App[None]):
 
     def on_config_edited(self, message: ConfigEdited) -> None:
         """The file as it is now counts, or, while it has faults, what was read before; both are said."""
+        edited_here, self._edited_here = self._edited_here, False
         if message.ready is None or message.ready.config is None:
             self.store.change(fault=f"edited, and faulty: what was read before still counts\n{message.fault}")
             self.say("the edited configuration has faults: the plan shows them", severity="warning")
+            if edited_here and len(self.screen_stack) == 1 and self.state.config is not None:
+                self.do_configuration()
         elif message.ready.accepted:
+            before = self.state.config.file if self.state.config is not None else None
             self._take_config(message.ready)
-            self.say(f"{message.ready.config.file} was edited: {', '.join(self.state.edits) or 'as it was first'}")
+            how = f"was edited: {', '.join(self.state.edits) or 'as it was first'}"
+            self.say(f"{message.ready.config.file} {how if before == message.ready.config.file else 'counts now'}")
         else:
             self._ask_config(message.ready, message.ready.config)
 
@@ -326,7 +333,8 @@ class FlightDeckApp(App[None]):
 
     def _take_config(self, message: EngineReady) -> None:
         config = message.config
-        self._first_config = self._first_config or config
+        if self._first_config is None or (config is not None and config.file != self._first_config.file):
+            self._first_config = config
         edits = api.changed_keys(self._first_config, config) if config is not None and self._first_config else ()
         facts = {facts.node: facts for facts in message.facts}
         self.store.change(config=config, facts=facts, prediction=message.prediction, fault=None, edits=tuple(edits))
@@ -512,6 +520,9 @@ class FlightDeckApp(App[None]):
     def _launch(self, config: Config, changes: Mapping[str, Any] | None = None) -> None:
         self._first_config = None
         self.store.change(edits=())
+        if changes:
+            # Read again, the file must not have the former values put over it.
+            self.poller.overrides = {key: value for key, value in self.poller.overrides.items() if key not in changes}
         self._request(self.client.launch_with(config, changes) if changes else self.client.launch(config))
 
     def _ask_settings(self, config: Config) -> None:
@@ -565,11 +576,63 @@ class FlightDeckApp(App[None]):
         self.push_screen(Confirm(f"{message.run} cannot be repeated as it was", lines, "Go on all the same"), answered)
 
     def do_edit(self) -> None:
-        config = self.state.config
-        assert config is not None and config.file is not None
+        assert self.state.config is not None and self.state.config.file is not None
+        self._open_editor(self.state.config.file, None)
+
+    def _open_editor(self, file: Path, line: int | None) -> None:
+        """Its faults are shown once it has been read again."""
         editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
-        path = str(config.file)
-        self._in_terminal("the editor", "this machine", f"editing {path}", lambda: [*shlex.split(editor), path])
+        self._edited_here = True
+        self._in_terminal(
+            "the editor", "this machine", f"editing {file}", lambda: editor_at(shlex.split(editor), file, line)
+        )
+
+    def do_configuration(self) -> None:
+        """The values that count, or the faults of the file as it is now."""
+        assert self.state.config is not None and self.state.config.file is not None
+        self._request(self._show_configuration(self.state.config.file))
+
+    async def _show_configuration(self, file: Path) -> None:
+        width = self.size.width
+
+        def read() -> tuple[str, list[tuple[Content, Line | None]]]:
+            try:
+                return file.name, value_rows(api.effective(file, self.poller.overrides), width)
+            except ConfigError as error:
+                return f"{file.name} is refused", fault_rows(api.placed(error), width)
+
+        def chosen(line: Line | None) -> None:
+            if line is not None:
+                self._open_editor(*line)
+
+        title, rows = await asyncio.to_thread(read)
+        self.push_screen(Configuration(title, rows, editable=not self.state.read_only), chosen)
+
+    def do_switch(self) -> None:
+        shown = self.state.config.file if self.state.config is not None else None
+        self._request(self._switch(shown.parent if shown is not None else Path.cwd(), shown))
+
+    async def _switch(self, folder: Path, shown: Path | None) -> None:
+        files = await asyncio.to_thread(api.configurations, folder)
+        keys = string.digits[1:] + string.ascii_uppercase
+        choices = [
+            DialogChoice(
+                key,
+                file.path.name,
+                f"{file.config.job.name} on {plural(len(file.config.nodes), 'node')}" if file.config else "",
+                "it is the one that is shown" if file.path == shown else file.fault or None,
+            )
+            for key, file in zip(keys, files, strict=False)
+        ]
+
+        def chosen(key: str | None) -> None:
+            if key is not None:
+                self.poller.read_file(files[keys.index(key)].path)
+
+        if choices:
+            self.push_screen(Choices("configurations", self.state, text_width(self.size.width), choices), chosen)
+        else:
+            self.say(f"no configuration in {folder}: `flightdeck init` writes one")
 
     def do_abort(self) -> None:
         assert self.state.snapshot is not None

@@ -251,6 +251,19 @@ def _starting(commands: Commands) -> None:
 def _cluster(commands: Commands) -> None:
     _init(commands)
     _environments(commands)
+    config = _command(
+        commands,
+        "config",
+        "config.config",
+        "the configuration that counts, each value with where it was set",
+        ("flightdeck config", "what is set, and all of [job]"),
+        ("flightdeck config --all --set learning_rate=1e-5", "every key"),
+        ("flightdeck config --schema > flightdeck.schema.json", "for editors: keys, forms and what they mean"),
+        adopts=False,
+    )
+    _config(config)
+    config.add_argument("--all", action="store_true", help="also what other tables have by default")
+    config.add_argument("--schema", action="store_true", help="print the JSON Schema of flightdeck.toml instead")
     _planning(commands)
     preflight = _command(
         commands,

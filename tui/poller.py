@@ -128,6 +128,7 @@ class RunPoller:
         self._paused = False
         self._reported: str | None = None
         self._config_seen: tuple[int, int] | None = None
+        self._runs_due = 0.0
         self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
 
     def start(self) -> None:
@@ -136,6 +137,12 @@ class RunPoller:
     def follow(self, run: str | None) -> None:
         """Poll this run from now on (None: no run)."""
         self._wanted = run
+        self._wake.set()
+
+    def read_file(self, path: Path) -> None:
+        """Another configuration's file from now on, as it is."""
+        self._config, self.overrides, self._config_seen = path, {}, None
+        self._runs_due = 0.0
         self._wake.set()
 
     def pause(self) -> None:
@@ -170,7 +177,6 @@ class RunPoller:
         followed: str | None = None
         snapshot: RunSnapshot | None = None
         runs: tuple[RunRecord, ...] | None = None
-        runs_due = 0.0
         while not self._ended:
             if self._paused:
                 self._wake.wait(ENDED_POLL_S)
@@ -188,13 +194,13 @@ class RunPoller:
                         self._post_notifications(snapshot, fresh)
                     snapshot = fresh
                 self._read = followed
-                if monotonic() >= runs_due:
+                if monotonic() >= self._runs_due:
                     read = tuple(engine.runs.all())
                     if read != runs:
                         self._post(RunsRead(read))
                     if runs is None and self._adopts:
                         threading.Thread(target=self._adopt, args=(engine,), name="adopt", daemon=True).start()
-                    runs, runs_due = read, monotonic() + RUNS_S
+                    runs, self._runs_due = read, monotonic() + RUNS_S
                     self._read_edited(engine)
                 self._reported = None
             except Exception as trouble:  # a reader must outlive any one unreadable file
@@ -243,7 +249,7 @@ class RunPoller:
         try:
             self._post(ConfigEdited(self._ready(engine, engine.load_config(self._config, self.overrides))))
         except Exception as trouble:  # what was read before stays
-            self._post(ConfigEdited(None, _with_lines(trouble, self._config)))
+            self._post(ConfigEdited(None, _with_lines(trouble)))
 
     def _ready(self, engine: Engine, config: Config | None) -> EngineReady:
         ready = EngineReady(engine, config)
@@ -278,15 +284,14 @@ def _error_text(trouble: Exception) -> str:
     return str(trouble) or type(trouble).__name__
 
 
-def _with_lines(trouble: Exception, path: Path) -> str:
+def _with_lines(trouble: Exception) -> str:
     """Each fault, with its line of the file where it has one."""
     if not isinstance(trouble, ConfigError):
         return _error_text(trouble)
     texts = []
-    for fault in trouble.faults:
-        if fault.file == str(path) and (line := api.line_of(path, fault.key)) is not None:
-            texts.append(f"line {line[0]}: {api.sanitise_text(line[1]).strip()[:200]}")
-        texts.append(str(fault).removeprefix(f"{path}: "))
+    for placed in api.placed(trouble):
+        texts += [f"line {placed.line}: {placed.text}"] * (placed.line is not None)
+        texts.append(placed.what)
     return "\n".join(texts)
 
 

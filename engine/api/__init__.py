@@ -20,10 +20,20 @@ if TYPE_CHECKING:
     from engine.cluster.environments import EnvironmentPlan, EnvironmentProgress, EnvironmentsReport
     from engine.cluster.probe_results import NodeCopies, NodeCopy
     from engine.cluster.transport.base import Completed
-    from engine.config.draft import DraftJob, DraftNode, already_there, draft, find_job, unique_names, write_draft
-    from engine.config.edit import changed_keys, edited_settings, line_of, with_settings
+    from engine.config.draft import (
+        SCHEMA,
+        DraftJob,
+        DraftNode,
+        already_there,
+        draft,
+        find_job,
+        unique_names,
+        write_draft,
+    )
+    from engine.config.edit import changed_keys, edited_settings, with_settings
     from engine.config.models import Config
     from engine.config.overrides import parse_settings, parse_value
+    from engine.config.sources import ConfigValue, PlacedFault, configurations, effective, placed
     from engine.measurements import (
         Calibration,
         CalibrationProgress,
@@ -71,10 +81,11 @@ _NAMES: Final = {
     "engine.cluster.probe_results": "NodeCopies NodeCopy",
     "engine.cluster.environments": "EnvironmentPlan EnvironmentProgress EnvironmentsReport",
     "engine.cluster.transport.base": "Completed",
-    "engine.config.draft": "DraftJob DraftNode already_there draft find_job unique_names write_draft",
-    "engine.config.edit": "changed_keys edited_settings line_of with_settings",
+    "engine.config.draft": "SCHEMA DraftJob DraftNode already_there draft find_job unique_names write_draft",
+    "engine.config.edit": "changed_keys edited_settings with_settings",
     "engine.config.models": "Config",
     "engine.config.overrides": "parse_settings parse_value",
+    "engine.config.sources": "ConfigValue PlacedFault configurations effective placed",
     "engine.measurements": "Calibration CalibrationProgress GroupMeasure LinkMeasure NodeMeasure Scaling ScalingPoint",
     "engine.plan.capacity": "Capacity CapacityReport",
     "engine.plan.document": "TorchSection TrainingPlan",

@@ -6,7 +6,7 @@ import json
 import re
 import stat
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,22 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     if not isinstance(document, dict):
         raise DocumentError(path, safe_repr(document), "key: value lines, as mlx_lm.lora --config reads")
     return document
+
+
+def yaml_lines(path: Path) -> dict[str, int]:
+    """The line of each key of an mlx-lm training YAML, from 1; of a table's "lora_parameters.rank". Raises
+    DocumentError."""
+    text = read_text(path, "an mlx-lm YAML")
+    return dict(_key_lines(_parsed(path, "YAML", lambda: yaml.compose(text, _MlxLmLoader))))
+
+
+def _key_lines(node: Any, before: str = "") -> Iterator[tuple[str, int]]:
+    # An alias may be within itself.
+    if isinstance(node, yaml.MappingNode) and before.count(".") < 2:
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                yield f"{before}{key.value}", key.start_mark.line + 1
+                yield from _key_lines(value, f"{before}{key.value}.")
 
 
 def read_text(path: Path, wanted: str) -> str:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from engine.config.documents import DocumentError, read_yaml
 from engine.config.formats import address_form, device_form, host_form, path_form
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 PYTHON_GUESS = "~/mlx/.venv/bin/python"
 """Where docs/quickstart.md creates it."""
 MODEL_GUESS, DATA_GUESS = "~/models/Qwen3-0.6B", "~/data/my-dataset"
+SCHEMA: Final = Path(__file__).with_name("flightdeck.schema.json")
+"""The JSON Schema for editors (`python -m tests.docs.generate`)."""
 _COMMENT_COLUMN = 40
 _COMMENT_WIDTH = 160
 
@@ -71,6 +73,7 @@ def draft(
     for node in nodes:
         _check(node)
     lines = [
+        f"#:schema {SCHEMA.as_uri()}",
         "# MLX Flight Deck: the nodes and the job. Written by `flightdeck init`; edit it as you like.",
         "# `flightdeck nodes` shows the nodes, `flightdeck preflight` checks whether the job would run.",
         "",

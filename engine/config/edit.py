@@ -7,7 +7,6 @@ import itertools
 import re
 import stat
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
@@ -90,26 +89,6 @@ def _document(config: Config) -> dict[str, Any]:
     nodes = [{} if node.validates is None else {"validate": node.validates} for node in config.nodes]
     sections = {name: getattr(config, name).model_dump(exclude_defaults=True, mode="json") for name in SECTIONS}
     return {"node": nodes, "job": rest | settings, **sections}
-
-
-def line_of(path: Path, key: str) -> tuple[int, str] | None:
-    """The line, from 1, and the text there of a ConfigFault's key in a TOML file; None where it has none."""
-    try:
-        lines = read_text(path, "").splitlines()
-    except ConfigError:
-        return None
-    if number := re.fullmatch(r"line ([0-9]+)", key):
-        place = int(number[1])
-        return (place, lines[place - 1]) if place <= len(lines) else None
-    table, count = "", Counter[str]()
-    for place, text in enumerate(lines, 1):
-        if header := re.match(r"\s*(\[\[?)\s*([\w. -]+?)\s*\]", text):
-            table = header[2] if header[1] == "[" else f"{header[2]}[{count[header[2]]}]"
-            count[header[2]] += 1
-        name = re.match(r"\s*([\w-]+)\s*=", text)
-        if name is not None and re.fullmatch(rf"{re.escape(f'{table}.{name[1]}'.lstrip('.'))}(\[.*|\..*)?", key):
-            return place, text
-    return None
 
 
 def changed_keys(before: Config, after: Config) -> list[str]:

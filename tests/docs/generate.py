@@ -15,7 +15,7 @@ from engine.checks.runner import CHECKS
 from engine.failures.explanation import findings
 from engine.failures.signature import Signature, SignatureKind
 from engine.failures.signatures import SIGNATURES
-from tests.docs import exchange
+from tests.docs import exchange, schema
 from tests.docs.configuration import configuration
 from tests.gpu import mlx_parts, torch_parts
 from tui import actions, cli
@@ -161,6 +161,7 @@ def main() -> None:
         if after != before:
             path.write_text(after, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
+    schema.write()
 
 
 if __name__ == "__main__":

@@ -135,6 +135,8 @@ def _place(state: DeckState, *, counted: bool = True) -> Content:
     parts = [state.backend] if state.backend is not None else []
     if counted and (nodes := node_names(state)):
         parts.append(plural(len(nodes), "node"))
+    if config is not None and config.file is not None and config.file.name != "flightdeck.toml":
+        parts.append(config.file.name)
     if state.read_only:
         parts.append("read-only")
     separator = state.glyphs.separator

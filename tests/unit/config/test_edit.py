@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine.config.edit import changed_keys, edited_settings, line_of, with_settings, write_settings
+from engine.config.edit import changed_keys, edited_settings, with_settings, write_settings
 from engine.config.load import load_config
 from engine.config.models import Config
 from engine.config.overrides import parse_settings
+from engine.config.sources import line_of
 from engine.errors import ConfigError, InputError
 
 FILE = """# ours

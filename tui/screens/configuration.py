@@ -1,0 +1,89 @@
+"""The effective configuration with where each value was set, or the faults of a file that is refused; enter opens the
+editor at the line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import OptionList
+
+from tui.formatting import shortened
+from tui.glyphs import MUTED
+from tui.widgets.text import pair
+
+if TYPE_CHECKING:
+    from engine.api import ConfigValue, PlacedFault
+
+Line = tuple[Path, int | None]
+"""A file, and the line from 1."""
+_FRAME: Final = 8
+"""Cells of a line beside its text."""
+_GOTO: Final = {"code": ("-g", "{}:{}"), "codium": ("-g", "{}:{}"), "cursor": ("-g", "{}:{}"), "subl": ("{}:{}",)}
+"""How editors that do not take +LINE open a file at a line."""
+
+
+class Configuration(ModalScreen[Line]):
+    """Answers the file and line of what was selected, where it has some."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,E", "dismiss(None)", show=False),
+        Binding("j", "down", show=False),
+        Binding("k", "up", show=False),
+    ]
+
+    def __init__(self, title: str, rows: Sequence[tuple[Content, Line | None]], *, editable: bool) -> None:
+        super().__init__()
+        self._heading = title
+        self._rows = rows
+        self._editable = editable
+
+    def compose(self) -> ComposeResult:
+        box = OptionList(*(text for text, _ in self._rows), id="configuration", markup=False)
+        box.border_title = Content(self._heading)
+        box.border_subtitle = "enter opens the editor there · esc back" if self._editable else "esc back"
+        yield box
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        line = self._rows[event.option_index][1]
+        if self._editable and line is not None:
+            self.dismiss(line)
+
+    def action_down(self) -> None:
+        self.query_one(OptionList).action_cursor_down()
+
+    def action_up(self) -> None:
+        self.query_one(OptionList).action_cursor_up()
+
+
+def value_rows(values: Sequence[ConfigValue], width: int) -> list[tuple[Content, Line | None]]:
+    keys = max(len(value.key) for value in values) + 2
+    room = max(8, width - _FRAME - keys - max(len(value.source) for value in values) - 2)
+    rows: list[tuple[Content, Line | None]] = []
+    for value in values:
+        text = f"{shortened(value.text, room):<{room}}  "
+        line = (value.file, value.line) if value.file is not None else None
+        rows.append((Content.assemble((f"{value.key:<{keys}}", "bold"), text, (value.source, MUTED)), line))
+    return rows
+
+
+def fault_rows(faults: Sequence[PlacedFault], width: int) -> list[tuple[Content, Line | None]]:
+    rows: list[tuple[Content, Line | None]] = []
+    for fault in faults:
+        label = f"line {fault.line}" if fault.line is not None else fault.file.name
+        lines = [pair(label, fault.text, width - _FRAME), pair("", fault.what, width - _FRAME, style="$error")]
+        rows.append((Content("\n").join(lines), (fault.file, fault.line)))
+    return rows
+
+
+def editor_at(editor: Sequence[str], file: Path, line: int | None) -> list[str]:
+    """The editor's command for a file at a line: `+LINE`, but for those that take it otherwise."""
+    if line is None:
+        return [*editor, str(file)]
+    form = _GOTO.get(Path(editor[0]).name, (f"+{line}", "{}"))
+    return [*editor, *(word.format(file, line) for word in form)]
