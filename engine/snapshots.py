@@ -312,6 +312,20 @@ class FetchProgress:
 
 
 @dataclass(frozen=True)
+class CopyProgress:
+    """How far a model or data set has come onto a node."""
+
+    node: str
+    bytes: int = 0
+    """That are there, also from an earlier time."""
+    total: int = 0
+    path: str | None = None
+    """Where it is, once it is whole and verified."""
+    note: str = ""
+    """The event there, or what it waits for."""
+
+
+@dataclass(frozen=True)
 class Fetched:
     """The end of a fetch: the files are in `folder`, verified."""
 

@@ -338,10 +338,33 @@ def _models(commands: Commands) -> None:
         commands,
         "models",
         "models.models",
-        "the models and data sets that each node has: size, revision, what is missing or damaged",
-        ("flightdeck models", "in the Hugging Face caches and model folders of the nodes of ./flightdeck.toml"),
+        "the models and data sets that each node has, and their copying from node to node",
+        ("flightdeck models", "size, revision, what is missing or damaged, in caches and model folders of all nodes"),
+        (
+            "flightdeck models push org/name",
+            "onto all nodes from whoever has it; what is there is verified, and repaired",
+        ),
+        ("flightdeck models push ~/models/mine --to bea", "a folder of this machine, to ~/models/mine there"),
+        ("flightdeck models pull org/name --node bea", "into this machine's cache"),
+        ("flightdeck models verify org/name", "hashes each file on each node; 1 where one is damaged"),
+        ("flightdeck models rm org/name --node bea", "after a question; not while a run uses it"),
         adopts=False,
     )
+    models.add_argument(
+        "action",
+        nargs="?",
+        choices=("list", "push", "pull", "verify", "rm"),
+        default="list",
+        metavar="list|push|pull|verify|rm",
+        help="default: list",
+    )
+    what = "org/name of the Hugging Face Hub, with hf: before it a data set; or a folder"
+    models.add_argument("name", nargs="?", metavar="NAME", help=what)
+    models.add_argument("--to", nargs="+", default=[], metavar="NODE", help="push: these nodes alone")
+    models.add_argument("--node", metavar="NODE", help="pull: from this node; rm: on this node")
+    models.add_argument("--dataset", action="store_true", help="NAME is a data set")
+    models.add_argument("--replace", action="store_true", help="push of a folder: also files that differ there")
+    models.add_argument("--yes", action="store_true", help="rm: without a question")
     _config(models)
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.api import Comparison, Difference
     from engine.snapshots import (
         AttemptStatus,
+        CopyProgress,
         FetchProgress,
         RunResult,
         RunSnapshot,
@@ -311,6 +312,14 @@ def fetch_text(step: FetchProgress) -> str:
         eta = span((step.total - step.bytes) / step.bytes_per_s)
         parts += [bandwidth(step.bytes_per_s), f"ETA {eta}"]
     return shortened(", ".join([*parts, *filter(None, [step.note])]), 79)
+
+
+def copy_text(step: CopyProgress) -> str:
+    """ "bea: 1.2 GB of 4.0 GB"."""
+    if step.path is not None:
+        return f"{step.node}: {size(step.total)} in {step.path}, each file verified"
+    amount = f"{size(step.bytes)} of {size(step.total)}" if step.total else ""
+    return f"{step.node}: {', '.join(filter(None, (amount, step.note)))}"
 
 
 def checkpoint_text(result: RunResult) -> str | None:

@@ -72,7 +72,7 @@ class Engine(Session):
     def models(self) -> ModelsApi:
         from engine.api.model_copies import ModelsApi
 
-        return ModelsApi(self)
+        return ModelsApi(self, self.runs)
 
     @cached_property
     def runs(self) -> RunsApi:

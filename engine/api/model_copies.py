@@ -1,26 +1,156 @@
-"""The models and data sets on the nodes."""
+"""The models and data sets on the nodes: which there are, and their copying, verification and removal."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import posixpath
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
 
-from engine.api.session import Session
-from engine.cluster.copies import copies_of
-from engine.cluster.probe_results import NodeCopies
+from engine.api.runs import RunsApi
+from engine.api.session import Session, stream
+from engine.cluster.agent_client import THIS_MACHINE, value_of
+from engine.cluster.copies import Spreading, copies_of, hosts_among, pushed_folder
+from engine.cluster.probe_results import NodeCopies, RemovedCopy
+from engine.cluster.topology import topology
+from engine.cluster.transfer import read_manifest
 from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError, InputError, LaunchError, StateError
+from engine.plan.network import plan_network
+from engine.protocol.manifest import HubName, hub_name
+from engine.run.run_plan import read_plan
+from engine.security.audit import audit_log
+from engine.snapshots import CopyProgress
+
+_REMOVE_S = 600.0
 
 
 class ModelsApi:
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, runs: RunsApi) -> None:
         self._session = session
+        self._runs = runs
 
     async def list(self, config: Config) -> list[NodeCopies]:
         """The copies on each host of the configuration, one entry for each, in its order; of a host that gave no answer
         the `problem`."""
-        hosts = {node.ssh: node for node in config.nodes}
-        return await asyncio.gather(*(self._of(node) for node in hosts.values()))
+        return await asyncio.gather(*map(self._of, hosts_among(config.nodes).values()))
 
     async def _of(self, node: NodeConfig) -> NodeCopies:
         folders = [posixpath.dirname(node.model)] if node.model and node.model.startswith(("/", "~/")) else []
         return await copies_of(self._session.fleet.agent(node), folders=folders)
+
+    def push(
+        self, config: Config, name: str, to: Sequence[str] = (), *, dataset: bool = False, replace: bool = False
+    ) -> AsyncGenerator[CopyProgress, None]:
+        """Bring a model or data set onto the nodes `to`, or all: a folder of this machine, or what this machine or a
+        node has in its cache. What is there is hashed, and repaired. Raises InputError, TransferRefused, LaunchError,
+        NodeUnreachable."""
+
+        async def work(report: Callable[[CopyProgress], None]) -> None:
+            targets, kind = self._targets(config, to), "dataset" if dataset else "model"
+            spreading = Spreading(self._session.fleet, self._addresses(config), report)
+            folder = Path(name).expanduser().absolute()
+            if folder.is_dir():
+                holder = await read_manifest(self._session.fleet, THIS_MACHINE, str(folder), note=_note(report))
+                there = pushed_folder(folder.as_posix(), kind)
+                others = {ssh: node for ssh, node in targets.items() if not node.local}
+                await spreading.folder(holder, there, others, replace=replace)
+            else:
+                await spreading.repository(_hub(name, kind), targets, (*config.nodes, THIS_MACHINE), verify=True)
+            context = {"name": name, "nodes": [node.name for node in targets.values()]}
+            audit_log("models", "pushed", context, home=self._session.home)
+
+        return stream(work, name="push")
+
+    def pull(
+        self, config: Config, name: str, node: str | None = None, *, dataset: bool = False
+    ) -> AsyncGenerator[CopyProgress, None]:
+        """Bring what a node, or any of them, has in its cache into that of this machine. Raises as `push`."""
+
+        async def work(report: Callable[[CopyProgress], None]) -> None:
+            holders = self._targets(config, [node] if node else ()).values()
+            spreading = Spreading(self._session.fleet, self._addresses(config), report)
+            here, hub = {THIS_MACHINE.ssh: THIS_MACHINE}, _hub(name, "dataset" if dataset else "model")
+            await spreading.repository(hub, here, [one for one in holders if not one.local], verify=True)
+
+        return stream(work, name="pull")
+
+    async def verify(self, config: Config, name: str, *, dataset: bool = False) -> dict[str, Sequence[str] | str]:
+        """Node → its files of a repository whose content is not what its name in the cache says, once each was hashed;
+        of a node that has no copy, or gave no answer, why."""
+        hub, fleet = _hub(name, "dataset" if dataset else "model"), self._session.fleet
+
+        async def one(node: NodeConfig) -> Sequence[str] | str:
+            try:
+                return (await read_manifest(fleet, node, hub, verify=True)).damaged
+            except FlightDeckError as error:
+                return str(error)
+
+        hosts = self._targets(config, ()).values()
+        return dict(zip((node.name for node in hosts), await asyncio.gather(*map(one, hosts)), strict=True))
+
+    async def remove(self, config: Config, name: str, node: str, *, dataset: bool = False) -> int:
+        """Remove a repository from a node's cache, or a folder with a model; the bytes that were freed. Raises
+        InputError while a run uses it, LaunchError, NodeUnreachable."""
+        ((_, target),) = self._targets(config, [node]).items()
+        asked = name if name.startswith(("/", "~/")) else _hub(name, "dataset" if dataset else "model")
+        agent = self._session.fleet.agent(target)
+        (copies,) = [await copies_of(agent, [asked] if isinstance(asked, HubName) else (), [posixpath.dirname(name)])]
+        listed = [copy for copy in copies.copies if copy.name == getattr(asked, "name", None) or copy.path == name]
+        if copies.problem or not listed:
+            raise InputError(f"{node} has no {name}", why=copies.problem or "", todo="see `flightdeck models`")
+        for run in await asyncio.to_thread(self._users, target.ssh, [copy.path for copy in listed]):
+            raise InputError(
+                f"{name} is in use on {node}", why=f"the run {run} has not ended", todo="wait, or abort it"
+            )
+        audit_log("models", "removed", {"name": name, "node": node}, home=self._session.home)
+        request = {"repository": asked} if isinstance(asked, HubName) else {"folder": listed[0].path}
+        report = await agent.probe("remove_copy", json.dumps(request), result_type=RemovedCopy, timeout_s=_REMOVE_S)
+        removed = value_of(report, target)
+        if removed.problem is not None:
+            raise LaunchError(f"{name} could not be removed", where=node, why=removed.problem)
+        return removed.bytes
+
+    def _users(self, ssh: str, paths: Sequence[str]) -> Sequence[str]:
+        """The runs that have not ended and read one of these folders on that host."""
+        using = []
+        for record in self._runs.all():
+            with contextlib.suppress(StateError):
+                if not record.state.ended:
+                    nodes = read_plan(self._runs.find(record.id).plan).config.nodes
+                    used = {path for node in nodes if node.ssh == ssh for path in (node.model, node.data)}
+                    using += [record.id] if used & {*paths} else []
+        return using
+
+    def _targets(self, config: Config, names: Sequence[str]) -> dict[str, NodeConfig]:
+        """The hosts of these nodes, or all. Raises InputError."""
+        if unknown := set(names) - {node.name for node in config.nodes}:
+            names_there = ", ".join(node.name for node in config.nodes)
+            raise InputError(f"no node {min(unknown)!r}", todo=f"nodes: {names_there}")
+        return hosts_among([node for node in config.nodes if not names or node.name in names])
+
+    def _addresses(self, config: Config) -> Mapping[str, Sequence[str]]:
+        """By host, the fastest first, as far as the last facts tell."""
+        addresses = {node.ssh: [ip for ip in node.ips if ip != "127.0.0.1"] for node in config.nodes}
+        with contextlib.suppress(FlightDeckError):
+            facts = self._session.store.last_facts(config.cluster.name)
+            plan = plan_network(config, facts, topology(facts))
+            for node, host in zip(config.nodes, plan.hosts, strict=True):
+                addresses[node.ssh] = [*host.ips, *addresses[node.ssh]]
+        return addresses
+
+
+def _hub(name: str, kind: str) -> HubName:
+    """Raises InputError."""
+    hub = hub_name(name, kind)
+    if hub is None:
+        raise InputError(
+            f"{name!r} is no name of the Hugging Face Hub", why="and no folder of this machine", todo="org/name"
+        )
+    return hub
+
+
+def _note(report: Callable[[CopyProgress], None]) -> Callable[[str], None]:
+    return lambda note: report(CopyProgress(THIS_MACHINE.name, note=note))

@@ -15,7 +15,7 @@ from engine.cluster.transport.local import LocalTransport
 from engine.errors import plural
 from engine.measurements import Count
 from engine.models import Failed, FrozenModel, Late, NoValue, Unparsable
-from engine.protocol.manifest import REVISION, HubName
+from engine.protocol.manifest import DATA_PREFIX, REVISION, HubName
 from engine.security.redact import Redactor
 from engine.security.sanitise import plain, sanitise_text
 
@@ -91,6 +91,11 @@ class NodeCopy(FrozenModel):
     """Files whose content is not what it should be, the first of them."""
 
     @property
+    def label(self) -> str:
+        """Its name as [job] would have it."""
+        return f"{DATA_PREFIX * (self.kind == 'dataset')}{self.name}"
+
+    @property
     def complete(self) -> bool:
         return not self.missing and not self.damaged
 
@@ -122,6 +127,13 @@ class NodeCopies(_Report):
         """The copy of that name: a whole one before others."""
         named = [copy for copy in self.copies if (copy.kind, copy.name) == (wanted.kind, wanted.name)]
         return next((copy for copy in named if copy.complete), named[0] if named else None)
+
+
+class RemovedCopy(_Report):
+    tells = (("bytes",), ("problem",))
+    bytes: Count = 0
+    """That were freed."""
+    problem: ShortText | None = None
 
 
 Lengths = Annotated[dict[Count, Count], Field(max_length=10_000)]

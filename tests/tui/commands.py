@@ -15,7 +15,7 @@ from unittest import mock
 from tui.cli import main
 
 FLIGHTDECK = str(Path(sys.executable).with_name("flightdeck"))
-ACCEPTING = frozenset({"launch", "plan", "nodes", "preflight", "calibrate", "sync", "environments"})
+ACCEPTING = frozenset({"launch", "plan", "nodes", "preflight", "calibrate", "sync", "environments", "models"})
 """The commands that ask before they run what a configuration names."""
 
 

@@ -373,6 +373,7 @@ REPORTS: dict[type[BaseModel], Any] = {
         {"kind": "model", "name": "org/tiny", "revision": SHA, "path": "/a/b", "bytes": 9, "files": 2, "missing": ["c"],
          "damaged": ["d"]},
     ]},
+    results.RemovedCopy: {"bytes": 10**9},
     results.WriteReport: {"problem": "no space left"},
     results.PackagesReport: {
         "python": "3.12.4", "linux": False, "venv": True, "versions": {"mlx": "0.32.4"}, "errors": {"torch": "none"},

@@ -67,6 +67,9 @@ class Transport(Protocol):
     def forwarded(self, host: str, port: int) -> AbstractAsyncContextManager[tuple[str, int]]:
         """An address of this machine at which `host`:`port` of the node answers."""
 
+    def exposed(self, host: str, port: int) -> AbstractAsyncContextManager[tuple[str, int]]:
+        """An address of the node at which `host`:`port` of this machine answers."""
+
     async def close(self) -> None: ...
 
 

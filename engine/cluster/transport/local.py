@@ -95,6 +95,8 @@ class LocalTransport:
     async def forwarded(self, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
         yield host, port
 
+    exposed = forwarded
+
     async def close(self) -> None:
         return
 

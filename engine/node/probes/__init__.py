@@ -51,6 +51,7 @@ PROBES = {
     "listen": Probe("network", streams=True),
     "load": Probe("load"),
     "loading": Probe("job", own_process=True),
+    "manifest": Probe("copies", streams=True),
     "mlx": Probe("imports", own_process=True),
     "mlx_lm": Probe("imports", own_process=True),
     "model": Probe("model_files"),
@@ -58,6 +59,7 @@ PROBES = {
     "program": Probe("files"),
     "reach": Probe("network"),
     "read": Probe("files", streams=True),
+    "remove_copy": Probe("copies"),
     "reporters": Probe("job", own_process=True),
     "rows": Probe("template", own_process=True),
     "run_folders": Probe("storage"),
@@ -66,6 +68,7 @@ PROBES = {
     "telemetry": Probe("telemetry", streams=True),
     "template": Probe("template", own_process=True),
     "torch": Probe("imports", own_process=True),
+    "transfer": Probe("copies", streams=True),
     "tree": Probe("files"),
     "write": Probe("files"),
 }

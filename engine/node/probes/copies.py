@@ -9,10 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.node.hub_cache import HubSnapshot, describe, hub_cache, login_environment, snapshots
+from engine.node.hub_cache import (
+    HubSnapshot,
+    blob_digest,
+    describe,
+    files_below,
+    hub_cache,
+    login_environment,
+    snapshots,
+)
 from engine.node.probes import nearest, reason_of
 from engine.node.probes.model_files import CONFIGURATION
-from engine.protocol.manifest import HubName
+from engine.node.transfer import hash_file, served
+from engine.protocol.manifest import CopyFile, HubName
 
 _FOLDERS = ("~/models", "~/Models", "~/.lmstudio/models", "~/.cache/lm-studio/models")
 """Where people and LM Studio keep models, one or two levels deep."""
@@ -58,3 +67,66 @@ def _model_folders(named: list[str]) -> Iterator[Path]:
             if folder not in seen and any(folder.glob("model*.safetensors*")):
                 seen.add(folder)
                 yield configuration.parent
+
+
+def probe_manifest(request_text: str) -> Iterator[dict[str, Any]]:
+    """The files of a copy (the JSON request has its `repository`, as a HubName, or its `folder`) with their hashes: by
+    the names of the cache's blobs, or with `verify` and for other files by their content. Now and then how much was
+    `hashed`; at last `path`, `revision`, `refs`, `files`, and the `damaged`; or the `problem`."""
+    request = json.loads(request_text)
+    try:
+        yield from _manifest(request)
+    except OSError as error:
+        yield {"problem": reason_of(error, Path(error.filename or request.get("folder") or "~"))}
+
+
+def _manifest(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    revision, refs, folder = None, [], Path(request.get("folder") or "").expanduser()
+    if request.get("repository") is not None:
+        snapshot = next(snapshots(hub_cache(login_environment()), HubName(*request["repository"])), None)
+        if snapshot is None:
+            yield {"problem": "it is not in the cache"}
+            return
+        revision, refs, folder = snapshot.hub.revision, [*snapshot.refs], snapshot.path
+    single = folder.is_file()
+    files, damaged, hashed = [], [], 0
+    for path in [folder] if single else files_below(folder):
+        name = path.name if single else path.relative_to(folder).as_posix()
+        if not path.is_file():
+            damaged.append(name)
+            continue
+        size, digest = path.stat().st_size, blob_digest(path) if revision is not None else None
+        if digest is None or request.get("verify"):
+            content = hash_file(path, CopyFile(name, size, digest or "0" * 64)).hexdigest()
+            if digest not in (None, content):
+                damaged.append(name)
+            digest, hashed = digest or content, hashed + size
+            yield {"hashed": hashed}
+        files.append(CopyFile(name, size, digest))
+    path = folder.parent if single else folder
+    yield {"path": str(path), "revision": revision, "refs": refs, "files": files, "damaged": damaged}
+
+
+def probe_remove_copy(request_text: str) -> dict[str, Any]:
+    """Remove the JSON request's `repository` from the cache, or its `folder`, which must be a model's."""
+    request = json.loads(request_text)
+    try:
+        if request.get("repository") is not None:
+            cache = hub_cache(login_environment())
+            snapshot = next(snapshots(cache, HubName(*request["repository"])), None)
+            folder = snapshot.repository if snapshot is not None else cache / "none"
+        else:
+            folder = Path(request["folder"]).expanduser()
+        files = [path for path in files_below(folder) if not path.is_symlink()]
+        if not files or (request.get("repository") is None and not (folder / CONFIGURATION).is_file()):
+            return {"problem": f"{folder} holds no such copy"}
+        size = sum(path.lstat().st_size for path in files)
+        shutil.rmtree(folder)
+    except OSError as error:
+        return {"problem": reason_of(error, Path(error.filename or "~"))}
+    return {"bytes": size}
+
+
+def probe_transfer() -> Iterator[dict[str, Any]]:
+    """See engine.node.transfer."""
+    return served()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,11 +106,19 @@ class SshTransport:
         else:
             connection.abort()
 
+    def forwarded(self, host: str, port: int) -> AbstractAsyncContextManager[tuple[str, int]]:
+        return self._forwarding(lambda client: client.forward_local_port("127.0.0.1", 0, host, port))
+
+    def exposed(self, host: str, port: int) -> AbstractAsyncContextManager[tuple[str, int]]:
+        return self._forwarding(lambda client: client.forward_remote_port("127.0.0.1", 0, host, port))
+
     @contextlib.asynccontextmanager
-    async def forwarded(self, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
+    async def _forwarding(
+        self, listen: Callable[[asyncssh.SSHClientConnection], Awaitable[asyncssh.SSHListener]]
+    ) -> AsyncIterator[tuple[str, int]]:
         shared = await self._shared_connection()
         try:
-            listener = await shared.client.forward_local_port("127.0.0.1", 0, host, port)
+            listener = await listen(shared.client)
         except SSH_ERRORS as error:
             raise unreachable_error(error, str(self.target)) from error
         try:
