@@ -104,7 +104,7 @@ def _again(state: DeckState) -> str | None:
 
 def _edit(state: DeckState) -> str | None:
     named = state.config is not None and state.config.file is not None
-    return None if named else "there is no file: `flightdeck init` writes one"
+    return None if named else "there is no file: i writes one"
 
 
 def _chat(state: DeckState) -> str | None:
@@ -252,6 +252,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            why_not=_first(_loading, _nothing_to("test"), _unnotified)),
     Action("switch", ("F",), "file", "Switch to another configuration of the folder", "run",
            why_not=_first(_loading, _busy)),
+    Action("setup", ("i",), "set up", "Set up the nodes and the job step by step, and write flightdeck.toml", "run",
+           why_not=_busy),
     Action("recheck", ("r",), "re-check", "Run the preflight checks again (in preflight), else probe the nodes", "run",
            why_not=_first(_loading, _nothing_to("check"), _checked_by_run, _busy)),
     Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run",
@@ -379,7 +381,7 @@ GROUPS: Final = {
 }
 
 _BAR: Final[dict[str, tuple[str, ...]]] = {
-    "dashboard": ("demo", "launch", "abort", "recheck", "help", "palette", "quit"),
+    "dashboard": ("demo", "setup", "launch", "abort", "recheck", "help", "palette", "quit"),
     "nodes": ("recheck", "fix", "shell", "copy", "back", "launch", "help", "quit"),
     "preflight": ("recheck", "fix", "skip", "copy", "back", "launch", "help", "quit"),
     "calibration": ("calibrate", "calibrate_quick", "scaling", "copy", "back", "launch", "help", "quit"),

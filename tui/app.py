@@ -80,6 +80,8 @@ from tui.screens.dialog import (
 from tui.screens.fix import ChangedKey, FixDialog, SkipCheck, UnknownKey, confirm_fix, confirm_setup
 from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.settings import SettingsForm, starts
+from tui.screens.setup import Setup
+from tui.screens.setup_steps import STEPS
 from tui.screens.stopping import Stopping
 from tui.screens.use import (
     FORMS,
@@ -156,6 +158,8 @@ class FlightDeckApp(App[None]):
         self._start = start
         self._follow = follow
         self._first_shown = self._asked = self._leaving = self._edited_here = False
+        self._setup = ""
+        """ "waits" for the engine, "written" until its file is read."""
         self._latest: SnapshotTaken | None = None
         self._shown: str | None = None
         self._first: str | None = None
@@ -288,6 +292,9 @@ class FlightDeckApp(App[None]):
         if self._start is not None:
             self._first_shown = True
             self._request(self.client.launch(self._start))
+        elif self._setup:
+            self._first_shown = True
+            self.do_setup()
         elif self._follow is not None:
             self._first_shown = True
             self.open_run(self._follow)
@@ -300,6 +307,11 @@ class FlightDeckApp(App[None]):
             self.say("the edited configuration has faults: the plan shows them", severity="warning")
             if edited_here and len(self.screen_stack) == 1 and self.state.config is not None:
                 self.do_configuration()
+        elif message.ready.accepted and self._setup:
+            self._setup, self._first_config = "", None
+            self._take_config(message.ready)
+            self.deck.go("preflight")
+            self._request(self.client.preflight())
         elif message.ready.accepted:
             before = self.state.config.file if self.state.config is not None else None
             self._take_config(message.ready)
@@ -399,6 +411,8 @@ class FlightDeckApp(App[None]):
     def _take_answer(self, answer: str | None) -> None:
         if answer == "demo":
             self.do_demo()
+        elif answer == "setup":
+            self.do_setup()
         elif answer == "quit":
             self.do_quit()
 
@@ -633,6 +647,24 @@ class FlightDeckApp(App[None]):
             self.push_screen(Choices("configurations", self.state, text_width(self.size.width), choices), chosen)
         else:
             self.say(f"no configuration in {folder}: `flightdeck init` writes one")
+
+    def do_setup(self) -> None:
+        """A key that comes before the engine waits for it."""
+        if not self.state.ready:
+            self._setup = "waits"
+            self.say("set-up opens once the engine is loaded")
+            return
+        self._setup = ""
+        config = self.state.config
+        target = config.file if config is not None and config.file is not None else Path.cwd() / "flightdeck.toml"
+
+        def written(file: Path | None) -> None:
+            if file is not None:
+                self._setup = "written"
+                self.poller.read_file(file)
+
+        in_terminal = partial(self._in_terminal, waits=True)
+        self.push_screen(Setup(self.client, target, self.state.glyphs, in_terminal, STEPS), written)
 
     def do_abort(self) -> None:
         assert self.state.snapshot is not None

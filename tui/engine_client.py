@@ -293,6 +293,14 @@ class EngineClient:
             await asyncio.wait([telemetry])
         await self._loop.stop(self.loaded.close if self.loaded is not None else None)
 
+    async def call(self, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        """As EngineLoop's."""
+        return await self._loop.call(make)
+
+    def each(self, make: Callable[[], AsyncIterator[Item]]) -> AsyncGenerator[Item, None]:
+        """As EngineLoop's."""
+        return self._loop.each(make)
+
     def _notify(self, text: str, severity: str = "information") -> None:
         self._post(Notice(text, severity))
 

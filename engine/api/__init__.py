@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from engine.api.chats import ChatExchange, ChatServer
     from engine.api.engine import Engine
     from engine.api.read_only import ReadOnlyEngine
+    from engine.api.setup import NodeCandidate, SetupChoices
     from engine.api.tasks import TaskRequest, serve_request
     from engine.checks.fixes import as_shell_line, asks_for_password
     from engine.checks.inspection import DataInspection
     from engine.checks.runner import CHECKS, check_label, with_pending
-    from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_hostfile, hosts_from_names, is_address
+    from engine.cluster.discovery import FoundHost, FoundPython, draft_nodes, hosts_from_hostfile, hosts_from_names
     from engine.cluster.environments import EnvironmentPlan, EnvironmentProgress, EnvironmentsReport
     from engine.cluster.probe_results import NodeCopies, NodeCopy
     from engine.cluster.transport.base import Completed
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         already_there,
         draft,
         find_job,
-        unique_names,
+        usual_batch,
         write_draft,
     )
     from engine.config.edit import changed_keys, edited_settings, with_settings
@@ -73,15 +74,16 @@ _NAMES: Final = {
     "engine.api.chats": "ChatServer ChatExchange",
     "engine.api.engine": "Engine",
     "engine.api.read_only": "ReadOnlyEngine",
+    "engine.api.setup": "NodeCandidate SetupChoices",
     "engine.api.tasks": "TaskRequest serve_request",
     "engine.checks.fixes": "as_shell_line asks_for_password",
     "engine.checks.inspection": "DataInspection",
     "engine.checks.runner": "CHECKS check_label with_pending",
-    "engine.cluster.discovery": "FoundHost FoundPython hosts_from_hostfile hosts_from_names is_address",
+    "engine.cluster.discovery": "FoundHost FoundPython draft_nodes hosts_from_hostfile hosts_from_names",
     "engine.cluster.probe_results": "NodeCopies NodeCopy",
     "engine.cluster.environments": "EnvironmentPlan EnvironmentProgress EnvironmentsReport",
     "engine.cluster.transport.base": "Completed",
-    "engine.config.draft": "SCHEMA DraftJob DraftNode already_there draft find_job unique_names write_draft",
+    "engine.config.draft": "SCHEMA DraftJob DraftNode already_there draft find_job usual_batch write_draft",
     "engine.config.edit": "changed_keys edited_settings with_settings",
     "engine.config.models": "Config",
     "engine.config.overrides": "parse_settings parse_value",

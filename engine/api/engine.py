@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine.api.nodes import NodesApi
     from engine.api.results import ResultsApi
     from engine.api.runs import RunsApi
+    from engine.api.setup import SetupApi
     from engine.api.tasks import TasksApi
     from engine.config.models import Config
     from engine.snapshots import ChannelAnswer
@@ -115,6 +116,12 @@ class Engine(Session):
         from engine.api.launches import LaunchesApi
 
         return LaunchesApi(self, self.runs, self.calibrations)
+
+    @cached_property
+    def setup(self) -> SetupApi:
+        from engine.api.setup import SetupApi
+
+        return SetupApi(self, self.nodes, self.checks, self.launches)
 
     @cached_property
     def tasks(self) -> TasksApi:

@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -17,10 +18,18 @@ from typing import TYPE_CHECKING
 from engine.cluster.transport.base import Completed, Transport
 from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.ssh_config import SshHost, ssh_hosts
-from engine.config.draft import checked_host
+from engine.config.draft import DraftNode, checked_host, unique_names
 from engine.config.formats import host_form
 from engine.config.imported_hosts import read_hostfile
-from engine.errors import ConfigError, ConfigFault, HostKeyUnknown, InputError, NodeUnreachable
+from engine.errors import (
+    ConfigError,
+    ConfigFault,
+    HostKeyUnknown,
+    InputError,
+    LoginRefused,
+    NodeUnreachable,
+    memory_text,
+)
 from engine.models import HostKeyOffer
 from engine.security.identifiers import LOCAL, SshTarget
 from engine.security.paths import path_fault
@@ -234,6 +243,13 @@ _SCRIPT = f"""
 say() {{ printf '{_MARK}\\t%s\\t%s\\n' "$1" "$2"; }}
 ask=$1; shift
 say home "$HOME"; say system "$(uname -s)"; say hostname "$(hostname 2>/dev/null || uname -n)"
+case "$(uname -s)" in
+  Darwin) say chip "$(sysctl -n machdep.cpu.brand_string 2>/dev/null)"
+    say memory "$(sysctl -n hw.memsize 2>/dev/null)"; say release "macOS $(sw_vers -productVersion 2>/dev/null)" ;;
+  *) say chip "$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo 2>/dev/null | head -n 1)"
+    say kilobytes "$(sed -n 's/^MemTotal: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo 2>/dev/null)"
+    say release "$(. /etc/os-release 2>/dev/null; echo "$PRETTY_NAME")" ;;
+esac
 try() {{
   [ -x "$1" ] && [ ! -d "$1" ] || return 0
   case "$1" in
@@ -268,6 +284,16 @@ class FoundPython:
     todo: str = ""
     host_key: HostKeyOffer | None = None
     """The key to accept, when that is the problem."""
+    login: bool = False
+    """The problem is that none of our keys is accepted there."""
+    machine: str = ""
+    """Chip, memory and system, one line."""
+    mac: bool = False
+
+    @property
+    def answers(self) -> bool:
+        """A shell has run there, or the way to one can be opened from here."""
+        return self.hostname is not None or self.host_key is not None or self.login
 
 
 async def find_python(transport: Transport) -> FoundPython:
@@ -281,7 +307,8 @@ async def find_python(transport: Transport) -> FoundPython:
         offer = None
         if isinstance(error, HostKeyUnknown):
             offer = HostKeyOffer(target=error.target, key=error.key, fingerprint=error.fingerprint)
-        return FoundPython(problem=plain(problem, _LINE), todo=plain(error.todo, _LINE), host_key=offer)
+        login = isinstance(error, LoginRefused)
+        return FoundPython(problem=plain(problem, _LINE), todo=plain(error.todo, _LINE), host_key=offer, login=login)
     except OSError as error:
         return FoundPython(problem=plain(error.strerror or str(error), _LINE))
     if done.code is None:
@@ -306,22 +333,50 @@ def parse_find_python(done: Completed) -> FoundPython:
         key, _, value = rest.partition("\t")
         if mark == _MARK:
             report.setdefault(key, value)
-    hostname = report.get("hostname")
+    seen = FoundPython(hostname=report.get("hostname"), machine=_machine(report), mac=report.get("system") == "Darwin")
     python = _usable(report.get("python"), report.get("home"))
     if python is not None:
         versions = report.get("versions", "").split()
         names = ("python", "mlx", "mlx-lm")
         installed = [f"{name} {version}" for name, version in zip(names, versions, strict=False)]
-        return FoundPython(python, plain(", ".join(installed), _LINE), hostname)
+        return replace(seen, python=python, about=plain(", ".join(installed), _LINE))
     if "none" not in report:
         what = "no configuration takes its python" if "python" in report else f"its shell ended with {done.code}"
         output = plain(report.get("python", done.exit_output), _LINE)
-        return FoundPython(hostname=hostname, problem=what + (f": {output}" if output else ""))
+        return replace(seen, problem=what + (f": {output}" if output else ""))
     problem = "no python with mlx and mlx-lm was found there"
     if "without" in report:
         problem += f" ({plain(report['without'], _LINE)} has none, or cannot import it)"
     page = "docs/cuda.md" if report.get("system") == "Linux" else "docs/quickstart.md, step 2"
-    return FoundPython(hostname=hostname, problem=problem, todo=f"{page}, or set `python` yourself")
+    return replace(seen, problem=problem, todo=f"{page}, or set `python` yourself")
+
+
+def _machine(report: Mapping[str, str]) -> str:
+    memory = report.get("memory") or report.get("kilobytes", "")
+    count = int(memory) if re.fullmatch(r"[1-9][0-9]{0,15}", memory) else 0
+    size = count and memory_text(count if "memory" in report else count * 1024)
+    return plain(", ".join(str(part) for part in (report.get("chip"), size, report.get("release")) if part), _LINE)
+
+
+def draft_nodes(hosts: Sequence[FoundHost], pythons: Sequence[FoundPython]) -> list[DraftNode]:
+    """With the host's own name where only an address is known."""
+    both = list(zip(hosts, pythons, strict=True))
+    names = [
+        (probe.hostname or f"node{rank}").partition(".")[0] if is_address(host.name) else host.name
+        for rank, (host, probe) in enumerate(both)
+    ]
+    return [
+        DraftNode(
+            name=name,
+            ssh=host.ssh,
+            python=probe.python,
+            about=" · ".join(filter(None, (host.about, probe.machine, probe.about))),
+            doubt=probe.problem,
+            ips=host.ips,
+            rdma=host.rdma,
+        )
+        for name, (host, probe) in zip(unique_names(names), both, strict=True)
+    ]
 
 
 def _usable(python: str | None, home: str | None) -> str | None:

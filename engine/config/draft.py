@@ -58,6 +58,8 @@ class DraftJob:
     has_data: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Keys of [job] that were chosen."""
 
 
 _NOTHING_KNOWN = DraftJob()
@@ -84,7 +86,7 @@ def draft(
         "# One [[node]] per rank, rank 0 first. Paths are on the node; ~ is the home directory of its user.",
     ]
     for node, name in zip(nodes, unique_names([node.name for node in nodes]), strict=True):
-        lines += ["", *_node(node, name)]
+        lines += ["", *node_lines(node, name)]
     lines += ["", *_job(job, len(nodes))]
     return "\n".join(lines) + "\n"
 
@@ -142,7 +144,7 @@ def _check(node: DraftNode) -> None:
             raise InputError(f"{node.name}: {safe_repr(value)} is not {what}", todo=f"give {accepted}")
 
 
-def _node(node: DraftNode, name: str) -> list[str]:
+def node_lines(node: DraftNode, name: str) -> list[str]:
     lines = [_commented("[[node]]", node.about), _set("name", name), _set("ssh", node.ssh)]
     doubt = f"NOT VERIFIED: {node.doubt or 'not probed'}" if node.python is None else ""
     lines.append(_set("python", node.python or PYTHON_GUESS, doubt))
@@ -158,18 +160,20 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
     lines = ["[job]"]
     if job.config is not None:
         lines.append(_set("config", job.config, "an mlx-lm YAML; keys in this file have priority"))
-    if not job.has_model:
-        lines.append(_set("model", MODEL_GUESS, "CHANGE ME: a directory in mlx-lm's format, on every node"))
-    if job.data is not None:
-        lines.append(_set("data", job.data, "on every node"))
-    elif not job.has_data:
-        lines.append(_set("data", DATA_GUESS, "CHANGE ME: train.jsonl, valid.jsonl; on every node"))
+    settings = dict(job.settings)
+    paths = {
+        "model": (MODEL_GUESS, job.has_model, _MODEL_HERE),
+        "data": (job.data or DATA_GUESS, job.has_data, _DATA_HERE),
+    }
+    for key, (guess, in_yaml, what) in paths.items():
+        value = settings.pop(key, None) or (job.data if key == "data" else None)
+        if value is not None:
+            lines.append(_set(key, value, "on every node"))
+        elif not in_yaml:
+            lines.append(_set(key, guess, f"CHANGE ME: {what}"))
     if job.config is None:
-        lines += [
-            _set("fine_tune_type", "lora", "lora, dora or full"),
-            _set("batch_size", ranks * math.ceil(8 / ranks), "over all ranks, as in mlx-lm"),
-            _set("iters", 1000),
-        ]
+        settings = {"fine_tune_type": "lora", "batch_size": usual_batch(ranks), "iters": 1000} | settings
+    lines += [_set(key, value, _COMMENTS.get(key, "")) for key, value in settings.items()]
     if job.env:
         lines.append(_set("env", dict(job.env)))
     lines += [
@@ -177,6 +181,16 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
         '# command = ["python", "my_script.py"]',
     ]
     return lines
+
+
+def usual_batch(ranks: int) -> int:
+    """At least 8 sequences, as many on each rank."""
+    return ranks * math.ceil(8 / ranks)
+
+
+_COMMENTS = {"fine_tune_type": "lora, dora or full", "batch_size": "over all ranks, as in mlx-lm"}
+_MODEL_HERE = "a directory in mlx-lm's format, on every node"
+_DATA_HERE = "train.jsonl, valid.jsonl; on every node"
 
 
 def _set(key: str, value: object, comment: str = "") -> str:
@@ -223,10 +237,13 @@ def _yaml(folder: Path) -> tuple[str | None, dict[object, object]]:
 
 
 def _data(folder: Path, *, remote: bool) -> str | None:
-    if not (folder / DATA / TRAIN).is_file():
-        return None
+    return data_path(folder / DATA, remote=remote) if (folder / DATA / TRAIN).is_file() else None
+
+
+def data_path(path: Path, *, remote: bool) -> str | None:
+    """The name in the configuration for a file or folder beside it; None where there is none."""
     if not remote:
-        return DATA
-    path = (folder / DATA).absolute()
+        return path.name
+    path = path.absolute()
     text = f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
     return text if path_form(text) is None else None

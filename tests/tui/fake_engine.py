@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.api import ChatExchange, ChatServer, Engine, PublicationRequest, TaskRequest
+from engine.api.setup import NodeCandidate, SetupApi
 from engine.checks.fixes import ENDS
+from engine.checks.inspection import DataInspection
+from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_names
+from engine.cluster.probe_results import JsonlSummary, ShownRow
 from engine.cluster.topology import topology
 from engine.cluster.transport.base import Completed
 from engine.config.mlx_lm_keys import with_defaults
@@ -40,6 +44,7 @@ from engine.models import (
     RunState,
     Topology,
 )
+from engine.plan.capacity import Capacity
 from engine.plan.context import PlanInputs, Tools
 from engine.plan.document import Launching, TrainingPlan
 from engine.plan.network import NetworkPlan, plan_network
@@ -91,6 +96,9 @@ MODEL: dict[str, Any] = {
 def whole_job(job: JobConfig) -> JobConfig:
     """With every default, as a configuration that was read has it."""
     return job if job.command is not None else job.model_copy(update={"mlx_lm": with_defaults(dict(job.mlx_lm))})
+
+
+FINGERPRINT = "SHA256:" + "uN1qUeF1nGeRpR1nT" + 26 * "x"
 
 
 def ago(seconds: float) -> datetime:
@@ -490,6 +498,54 @@ def stopping(stage: str = "stop", acknowledged: tuple[int, ...] = ()) -> RunSnap
     return replace(running(), ranks=ranks("stopping"), stop=progress)
 
 
+class FakeSetup(SetupApi):
+    """Two Macs, of which one has no MLX and the other a host key that nobody has accepted, and this machine; files are
+    read and written as they are."""
+
+    def __init__(self, fake: FakeEngine) -> None:
+        part = cast(Any, fake)
+        super().__init__(part, part, part, part)
+        self._fake = fake
+        self.inspected: list[str | None] = []
+        self.least = 6
+
+    async def candidates(
+        self, typed: Sequence[str] = (), *, others: bool = True
+    ) -> AsyncGenerator[NodeCandidate, None]:
+        hosts = hosts_from_names(typed) + [FoundHost("ultra", "ana@ultra.local", ("Bonjour",))] * others
+        hosts += [FoundHost("max", "max", ("Bonjour",)), FoundHost("head", "127.0.0.1", ("this machine",))] * others
+        for host in hosts:
+            yield NodeCandidate(host)
+        for host in hosts:
+            yield NodeCandidate(host, await self.ask(host.ssh))
+
+    async def ask(self, host: str) -> FoundPython:
+        machine = "Apple M4 Max, 128 GB, macOS 26.1"
+        if host == "max" and not self._fake.accepted:
+            offer = HostKeyOffer(target="max", key="ssh-ed25519 AAAA", fingerprint=FINGERPRINT)
+            return FoundPython(problem="its host key is unknown", host_key=offer)
+        if host == "gone":
+            return FoundPython(problem="no answer within 10 s")
+        python = "~/mlx/.venv/bin/python"
+        return FoundPython(
+            python, "python 3.12, mlx 0.32.4, mlx-lm 0.32.2", host, machine=machine, mac=host != "127.0.0.1"
+        )
+
+    async def inspect(self, config: Config, *, shown: int) -> DataInspection:
+        self.inspected.append(config.job.data)
+        rows = (ShownRow(line=1, tokens=12, targets=4, cut=0, masked="why is the sky blue?", trained=" scattering"),)
+        summary = JsonlSummary(
+            lines=2, examples=2, sha256="0" * 64, bytes=80, form="chat", faults=[], fault_count=0, foreign=None
+        )
+        files, source = {"train": summary}, config.job.data or ""
+        return DataInspection(node="ultra", source=source, conversion=None, files=files, lengths={}, rows=rows,
+                              warnings=(), faults=())  # fmt: skip
+
+    async def capacities(self, config: Config) -> dict[str, Capacity]:
+        return {method: Capacity(("ultra",), method, "bfloat16", amount) for method, amount in
+                (("lora", self.least), ("dora", 2), ("full", 0))}  # fmt: skip
+
+
 @dataclass
 class FakeEngine:
     """Answers as `engine.api.Engine` does; the tests read its requests."""
@@ -516,8 +572,9 @@ class FakeEngine:
     accepted: list[HostKeyOffer] = field(default_factory=list)
     commands: list[tuple[str, str]] = field(default_factory=list)
     shells: list[str] = field(default_factory=list)
-    setup: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Their nodes."""
+    setup_commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of cables; their nodes."""
+    setup: FakeSetup = field(init=False)
     model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
     """Its config.json."""
     listeners: int = 0
@@ -564,6 +621,9 @@ class FakeEngine:
     deleted: list[str] = field(default_factory=list)
     away: str | None = None
     """Why a node cannot be asked when a run is deleted."""
+
+    def __post_init__(self) -> None:
+        self.setup = FakeSetup(self)
 
     def add(self, *snapshots: RunSnapshot) -> FakeEngine:
         """Runs in the history, newest first, each with logs on disk."""
@@ -715,7 +775,7 @@ class FakeEngine:
             raise
 
     def topology(self, facts: Sequence[NodeFacts]) -> Topology:
-        return topology(facts).model_copy(update={"setup": self.setup})
+        return topology(facts).model_copy(update={"setup": self.setup_commands})
 
     def network_plan(self, config: Config, facts: Sequence[NodeFacts]) -> NetworkPlan:
         return plan_network(config, facts, topology(facts))
@@ -778,6 +838,8 @@ class FakeEngine:
     def suggestions(self, run: str) -> list[str]:
         return ["tower to heron", "hold level", "climb and maintain"]
 
+    def accept(self, digest: str) -> None: ...
+
     async def accept_host_key(self, offer: HostKeyOffer) -> None:
         if self.refusal is not None:
             raise self.refusal
@@ -794,7 +856,7 @@ class FakeEngine:
         return self.shell
 
     def setup_argv(self, config: Config, node: str, commands: Sequence[str]) -> list[str]:
-        self.setup = {other: lines for other, lines in self.setup.items() if other != node}
+        self.setup_commands = {other: lines for other, lines in self.setup_commands.items() if other != node}
         return ["/bin/sh", "-c", f"mkdir -p {self.home}; echo {node} >> {self.home / 'setup'}"]
 
     async def preflight(self, config: Config, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:

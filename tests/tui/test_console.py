@@ -380,7 +380,7 @@ async def test_the_demos_key_works_in_the_welcome_and_after_a_look_around(fake: 
         assert len(fake.launched) == 1
     async with opened(FakeEngine(fake.home), config=None, size=SMALL) as console:
         await console.until(lambda: isinstance(console.app.screen, Welcome))
-        await console.press("enter", "d")
+        await console.press("right", "right", "enter", "d")
         await console.shows("running 0:46")
 
 

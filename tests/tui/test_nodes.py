@@ -378,7 +378,7 @@ async def test_a_shell_has_the_terminal_until_it_ends(
 
 
 async def test_x_gives_cables_a_network_after_a_confirmation_in_the_terminal(fake: FakeEngine) -> None:
-    fake.setup = {"local-0": ("sudo ifconfig bridge0 down",), "local-1": ("sudo ifconfig bridge0 down",)}
+    fake.setup_commands = {"local-0": ("sudo ifconfig bridge0 down",), "local-1": ("sudo ifconfig bridge0 down",)}
 
     async with opened(fake) as console:
         console.app.suspend = contextlib.nullcontext  # type: ignore[assignment]
@@ -450,7 +450,7 @@ def short_lease(config: Config | None) -> Config:
 async def test_after_looking_around_the_demo_is_a_key_away(fake: FakeEngine) -> None:
     async with opened(fake, config=None) as console:
         await console.until(lambda: not console.on_deck)
-        await console.press("enter")
+        await console.press("escape")
         await console.shows("d demo")
         await console.press("d")
         await console.shows("running 0:46")

@@ -19,11 +19,10 @@ from engine.api import (
     FoundPython,
     already_there,
     draft,
+    draft_nodes,
     find_job,
     hosts_from_hostfile,
     hosts_from_names,
-    is_address,
-    unique_names,
     write_draft,
 )
 from engine.errors import plural
@@ -48,7 +47,7 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
         )
         return ExitCode.USAGE
     pythons = asyncio.run(_ask(engine, hosts, progress, asks=is_person(sys.stdin) and not options.json))
-    nodes = _nodes(hosts, pythons)
+    nodes = draft_nodes(hosts, pythons)
     folder = Path.cwd() if target == _STDOUT else target.absolute().parent
     job = find_job(folder, remote=any(not host.here for host in hosts))
     if hostfile:
@@ -145,27 +144,6 @@ async def _ask(engine: Engine, hosts: Sequence[FoundHost], progress: Lines, *, a
         again = [host.ssh for host, python in zip(hosts, pythons, strict=True) if python.host_key in accepted]
         answers = dict(zip(again, await engine.nodes.find_pythons(again), strict=True)) if again else {}
     return [answers.get(host.ssh, python) for host, python in zip(hosts, pythons, strict=True)]
-
-
-def _nodes(hosts: Sequence[FoundHost], pythons: Sequence[FoundPython]) -> list[DraftNode]:
-    """With the host's own name where only an address is known."""
-    both = list(zip(hosts, pythons, strict=True))
-    names = [
-        (probe.hostname or f"node{rank}").partition(".")[0] if is_address(host.name) else host.name
-        for rank, (host, probe) in enumerate(both)
-    ]
-    return [
-        DraftNode(
-            name=name,
-            ssh=host.ssh,
-            python=probe.python,
-            about=" · ".join(part for part in (host.about, probe.about) if part),
-            doubt=probe.problem,
-            ips=host.ips,
-            rdma=host.rdma,
-        )
-        for name, (host, probe) in zip(unique_names(names), both, strict=True)
-    ]
 
 
 def _print_document(target: Path, text: str, nodes: Sequence[DraftNode], pythons: Sequence[FoundPython]) -> None:

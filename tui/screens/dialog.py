@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -231,18 +231,12 @@ def confirm_incomplete(deletions: Sequence[Deletion], width: int) -> Confirm:
     return Confirm("not all was deleted", [*lines, Content(""), *rows], "Delete it here", dangerous=True)
 
 
-_INIT: Final = (
-    ("flightdeck init ana@ultra.local bea@max.local", "these machines"),
-    ("flightdeck init", "lists the hosts of ~/.ssh/config and Bonjour"),
-    ("flightdeck init 127.0.0.1", "this machine alone"),
-)
-
-
 class Welcome(Dialog[str]):
-    """Answers "demo", "close" or "quit"."""
+    """Answers "setup", "demo", "close" or "quit"."""
 
-    # "d" is in the key bar below.
+    # "d" and "i" are in the key bar below.
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("i", "dismiss('setup')", show=False),
         Binding("q", "dismiss('quit')", show=False),
         Binding("d", "dismiss('demo')", show=False),
     ]
@@ -251,25 +245,21 @@ class Welcome(Dialog[str]):
         lines = [
             Content("There is no flightdeck.toml in this directory."),
             Content(""),
+            Content.assemble(("Set-up ", "bold"), "asks for your machines, a model and data, with what is found"),
+            Content("and what fits; then all is checked, and what is amiss is fixed from here."),
+            Content(""),
             Content.assemble(("The demo ", "bold"), "really trains a tiny model on two local ranks, in a minute;"),
             Content("it needs no network, GPU or SSH server."),
             Content(""),
-            Content.assemble(("Your own machines ", "bold"), "need a flightdeck.toml. Quit, and write one with:"),
-            Content(""),
-            *[
-                line
-                for command, what in _INIT
-                for line in (Content.styled(f"  {command}", "bold"), Content.styled(f"      {what}", MUTED))
-            ],
-            Content(""),
-            Content("It finds a python with MLX on each, and prints what to do next."),
+            Content.styled("In a shell, `flightdeck init` does the same as set-up.", MUTED),
         ]
         super().__init__(
             "MLX Flight Deck",
             lines,
+            button("Set up (i)", "setup", "success"),
+            button("Run the demo (d)", "demo"),
             button("Look around", "close"),
-            button("Run the demo", "demo", "success"),
-            button("Quit", "quit"),
+            button("Quit (q)", "quit"),
         )
 
     def on_button_pressed(self, event: Button.Pressed) -> None:

@@ -1,0 +1,227 @@
+"""Set-up: from an empty folder to a flightdeck.toml, in steps that can be left and taken up again later."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import tomllib
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from pydantic import Field
+
+from engine.api.checks import ChecksApi
+from engine.api.launches import LaunchesApi
+from engine.api.nodes import NodesApi
+from engine.api.session import Session, stream
+from engine.checks.inspection import DataInspection
+from engine.cluster.discovery import FoundHost, FoundPython, draft_nodes, find_python, hosts_from_names
+from engine.cluster.transport.ssh_config import OWN_KNOWN_HOSTS
+from engine.config.documents import read_text
+from engine.config.draft import data_path, draft, find_job, write_draft
+from engine.config.load import load_config
+from engine.config.models import Config, FineTuneType
+from engine.config.redraft import redraft
+from engine.errors import ConfigError, StateError
+from engine.models import FrozenModel
+from engine.plan.capacity import Capacity
+from engine.protocol.attempt import read_regular, write_atomic
+from engine.security.identifiers import SshTarget
+from engine.security.paths import make_home
+
+_AT_ONCE: Final = 16
+"""Hosts asked at the same time: a home's ssh_config may name hundreds."""
+_COPY_ID: Final = """
+for key in ~/.ssh/id_*.pub; do [ -f "$key" ] && exec ssh-copy-id "$@"; done
+ssh-keygen -t ed25519 -f ~/.ssh/id_ed25519 && exec ssh-copy-id "$@"
+"""
+_ROWS: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+_MOST_DATA: Final = 20
+_JOB_KEYS: Final = ("model", "data", "fine_tune_type", "batch_size", "iters")
+
+
+class SetupChoices(FrozenModel):
+    """Choices so far; None where the file, or a default, counts."""
+
+    step: int = 0
+    """The one at which it was left."""
+    typed: tuple[str, ...] = ()
+    """Hosts that were named by a person."""
+    chosen: tuple[str, ...] | None = None
+    """`[user@]host[:port]` of the nodes, in rank order."""
+    model: str | None = None
+    data: str | None = None
+    fine_tune_type: FineTuneType | None = None
+    batch_size: int | None = Field(default=None, ge=1)
+    iters: int | None = Field(default=None, ge=1)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Keys of [job]."""
+        return {key: value for key in _JOB_KEYS if (value := getattr(self, key)) is not None}
+
+
+@dataclass(frozen=True)
+class NodeCandidate:
+    """A host that could be a node, and what it answers; None until then."""
+
+    host: FoundHost
+    answer: FoundPython | None = None
+
+    @property
+    def usual(self) -> bool:
+        """Taken without being asked for: Macs, also those that announce ssh and do not let us in yet, and other
+        machines, but for this one, where MLX is there."""
+        answer, announced = self.answer, "Bonjour" in self.host.sources
+        if answer is None or not answer.answers:
+            return False
+        return answer.mac or (answer.python is not None and not self.host.here) or (announced and not answer.machine)
+
+
+class SetupApi:
+    def __init__(self, session: Session, nodes: NodesApi, checks: ChecksApi, launches: LaunchesApi) -> None:
+        self._session = session
+        self._nodes = nodes
+        self._checks = checks
+        self._launches = launches
+
+    def read(self, target: Path) -> SetupChoices:
+        """Those for this file that are not written yet, else the file's own, as far as it can be read."""
+        with contextlib.suppress(OSError, ValueError):
+            return SetupChoices.model_validate_json(read_regular(self._kept(target)))
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            document = tomllib.loads(target.read_text(encoding="utf-8"))
+            nodes = tuple(str(node.get("ssh", "127.0.0.1")) for node in document.get("node", ()))
+            job = {key: value for key, value in document.get("job", {}).items() if key in _JOB_KEYS}
+            return SetupChoices.model_validate({"typed": nodes, "chosen": nodes or None, **job})
+        return SetupChoices()
+
+    def keep(self, target: Path, choices: SetupChoices) -> None:
+        """Until the file is written. Raises StateError, OSError."""
+        make_home(self._session.home)
+        write_atomic(self._kept(target), choices.model_dump_json())
+
+    def forget(self, target: Path) -> None:
+        with contextlib.suppress(OSError):
+            self._kept(target).unlink()
+
+    def _kept(self, target: Path) -> Path:
+        digest = hashlib.sha256(str(target.absolute()).encode(errors="surrogateescape")).hexdigest()[:16]
+        return self._session.home / f"setup-{digest}.json"
+
+    def candidates(self, typed: Sequence[str] = (), *, others: bool = True) -> AsyncGenerator[NodeCandidate, None]:
+        """Hosts that could be nodes, those that are typed first and with `others` those that can be found: each when it
+        is found, and again with its answer. Closing the iterator ends the search. Raises InputError for a typed text
+        that is no host."""
+        named, limit, seen = hosts_from_names(typed), asyncio.Semaphore(_AT_ONCE), set[str]()
+
+        async def work(report: Callable[[NodeCandidate], None]) -> None:
+            async def ask(host: FoundHost) -> None:
+                async with limit:
+                    report(NodeCandidate(host, await self.ask(host.ssh)))
+
+            async with asyncio.TaskGroup() as asking:
+                for waits in (None, False, True)[: 1 + 2 * others]:
+                    hosts = named if waits is None else await self._nodes.discover(bonjour=waits)
+                    for host in hosts:
+                        if host.ssh not in seen:
+                            seen.add(host.ssh)
+                            report(NodeCandidate(host))
+                            asking.create_task(ask(host))
+
+        return stream(work, name="setup")
+
+    async def ask(self, host: str) -> FoundPython:
+        """The python of `[user@]host[:port]`, or why there is none. Raises InputError for what is no host."""
+        return await find_python(self._session.fleet.reach(host))
+
+    def copy_id_argv(self, host: str) -> list[str]:
+        """The program that puts a login key of this machine on a host, and makes one where there is none; it asks for
+        the password there. Raises InputError for what is no host."""
+        target = SshTarget.parse(host)
+        files = f'"{self._session.home / OWN_KNOWN_HOSTS}" ~/.ssh/known_hosts'
+        options = ["-o", f"UserKnownHostsFile={files}", "-o", "StrictHostKeyChecking=yes"]
+        options += ["-p", str(target.port)] * (target.port is not None)
+        return [
+            "/bin/sh",
+            "-c",
+            _COPY_ID,
+            "sh",
+            *options,
+            f"{target.user}@{target.host}" if target.user else target.host,
+        ]
+
+    def text(self, target: Path, choices: SetupChoices, candidates: Sequence[NodeCandidate]) -> str:
+        """The file's text, of the candidates as its nodes in rank order: a new one, or the one that is there with these
+        nodes and the chosen keys. Raises InputError, ConfigError."""
+        nodes = draft_nodes(
+            [candidate.host for candidate in candidates],
+            [candidate.answer or FoundPython(problem="not probed") for candidate in candidates],
+        )
+        if target.exists():
+            return redraft(read_text(target, "a flightdeck.toml"), nodes, {"job": choices.settings})
+        job = find_job(target.absolute().parent, remote=any(not candidate.host.here for candidate in candidates))
+        return draft(nodes, cluster=target.absolute().parent.name, job=replace(job, settings=choices.settings))
+
+    def config(self, target: Path, text: str) -> Config:
+        """The configuration of a text that is not written yet. Raises ConfigError, InputError, StateError."""
+        with self._beside(target, text) as (_, config):
+            return config
+
+    def write(self, target: Path, text: str) -> Config:
+        """Write the file, atomically, once its text is known to be sound; what it names was chosen here, and may run.
+        Raises ConfigError, InputError, StateError."""
+        with self._beside(target, text) as (file, config):
+            self._nodes.accept(config.digest)
+            try:
+                file.replace(target)
+            except OSError as error:
+                raise StateError("cannot be written", where=str(target), why=error) from error
+        self.forget(target)
+        return config.model_copy(update={"file": target.absolute()})
+
+    @contextlib.contextmanager
+    def _beside(self, target: Path, text: str) -> Iterator[tuple[Path, Config]]:
+        """The text in a file beside the other, where its paths mean the same."""
+        file = target.with_name(f".{target.name}.setup")
+        try:
+            write_draft(file, text, force=True)
+            yield file, load_config(file)
+        except ConfigError as error:
+            raise ConfigError([replace(fault, file=str(target)) for fault in error.faults]) from error
+        finally:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+    def data_found(self, target: Path, *, remote: bool) -> list[str]:
+        """Training data beside the file, mlx-lm's folders and files of rows, as `find_job` names it."""
+        folder = target.absolute().parent
+        folders = [path.parent for path in sorted(folder.glob("*/train.jsonl"))]
+        files = [path for path in sorted(folder.iterdir()) if path.suffix in _ROWS and path.is_file()]
+        names = (data_path(path, remote=remote) for path in [*folders, *files][:_MOST_DATA])
+        return [name for name in names if name is not None]
+
+    async def inspect(self, config: Config, *, shown: int) -> DataInspection:
+        """The job's data as its first node reads it, or else as this machine does. Raises as ChecksApi.data."""
+        inspection = await self._checks.data(config, shown=shown)
+        assert config.file is not None and config.job.data is not None
+        here = config.file.parent / Path(config.job.data).expanduser()
+        if inspection.faults and not inspection.files and not config.nodes[0].local and here.exists():
+            return await self._checks.data(self._checks.data_config(here), shown=shown)
+        return inspection
+
+    async def capacities(self, config: Config) -> dict[str, Capacity]:
+        """The largest batch of a rank by method, on the nodes with the least room. Raises InputError where the
+        model cannot be read."""
+        report = await self._launches.capacities(config, None, None, longest=False, largest_batch=True)
+        rows, least = report.largest_batch or [], dict[str, Capacity]()
+        # Adapters of a quantized model are named with a q; beside those of another they are of another model.
+        quantized = all(row.method != "lora" for row in rows)
+        for row in rows:
+            method = row.method.removeprefix("q") if quantized else row.method
+            if method not in least or (row.amount is not None and row.amount < (least[method].amount or 0)):
+                least[method] = row
+        return least

@@ -1,0 +1,110 @@
+"""The set-up of a configuration in the console, from an empty folder to the checks."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.tui.conftest import SMALL, Console, opened
+from tests.tui.fake_engine import FINGERPRINT, NOW, FakeEngine
+from tui.app import FlightDeckApp
+from tui.screens.setup import Setup
+
+MOST_KEYS = 15
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty but for data."""
+    folder = tmp_path / "studio"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data/train.jsonl").write_text("{}\n")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def screen(console: Console) -> Setup:
+    screen = console.app.screen
+    assert isinstance(screen, Setup)
+    return screen
+
+
+async def at(console: Console, step: str) -> None:
+    await console.until(lambda: isinstance(console.app.screen, Setup) and screen(console).step.name == step, step)
+
+
+async def answered(console: Console) -> None:
+    await console.until(lambda: all(one.answer for one in screen(console).candidates.values()), "the answers")
+    await console.until(lambda: len(screen(console).candidates) >= 3, "the hosts")
+
+
+async def test_from_an_empty_folder_to_the_checks_in_few_keys(fake: FakeEngine, folder: Path) -> None:
+    keys: list[str] = []
+    async with opened(fake, config=None, size=SMALL) as console:
+
+        async def press(*pressed: str) -> None:
+            keys.extend(pressed)
+            await console.press(*pressed)
+
+        await press("i")
+        await answered(console)
+        assert screen(console).choices.chosen == ("ana@ultra.local", "max"), "Macs are taken by themselves"
+        await console.shows(FINGERPRINT)
+        await press("enter")
+        await console.shows("max: compare the host keys, then y accepts them")
+        await press("y")
+        await at(console, "model")
+        assert [offer.target for offer in fake.accepted] == ["max"]
+        await console.press(*"~bob/Qwen3")
+        await press("enter")
+        await console.shows("job.model = '~bob/Qwen3': expected")
+        await console.press(*["backspace"] * 10, *"~/Qwen3")
+        await press("enter")
+        await at(console, "data")
+        await console.shows("why is the sky blue? scattering")
+        await press("enter")
+        await at(console, "method")
+        await console.shows("does not fit")
+        await press("right", "right", "enter")
+        await at(console, "file")
+        await console.shows("# MLX Flight Deck")
+        await press("enter")
+        await console.until(lambda: console.on_deck, "the deck")
+        await console.until(lambda: console.app.state.checks_at is not None, "the preflight")
+        assert console.app.state.view == "preflight"
+    written = tomllib.loads((folder / "flightdeck.toml").read_text())
+    assert [node["ssh"] for node in written["node"]] == ["ana@ultra.local", "max"]
+    job = {"model": "~/Qwen3", "data": str(folder / "data"), "fine_tune_type": "lora", "batch_size": 12, "iters": 1000}
+    assert written["job"] == job, "six a rank are the most that fit"
+    assert len(keys) <= MOST_KEYS, keys
+
+
+async def test_it_is_left_and_taken_up_again_and_nodes_are_typed_and_ordered(fake: FakeEngine, folder: Path) -> None:
+    async with opened(fake, config=None, size=SMALL) as console:
+        await console.press("enter")
+        await answered(console)
+        await console.press("t", *"gone", "enter")
+        await console.until(lambda: "gone" in screen(console).candidates, "the typed host")
+        await console.press("J")
+        assert screen(console).choices.chosen == ("max", "ana@ultra.local", "gone")
+        await console.press("down", "down", "down", "space", "enter", "y")
+        await at(console, "model")
+        await console.press("escape", "escape")
+        await console.until(lambda: console.on_deck, "the deck")
+    async with opened(fake, config=None, size=SMALL) as console:
+        await console.press("i")
+        await answered(console)
+        assert screen(console).choices.chosen == ("max", "ana@ultra.local")
+        assert "gone" in screen(console).candidates
+    assert not (folder / "flightdeck.toml").exists()
+
+
+async def test_a_key_that_comes_before_the_engine_waits_for_it(fake: FakeEngine, folder: Path) -> None:
+    app = FlightDeckApp(fake.engine, clock=lambda: NOW)
+    async with app.run_test(size=SMALL) as pilot:
+        console = Console(app, pilot)
+        assert not app.state.ready
+        app.do_setup()
+        await console.until(lambda: isinstance(app.screen, Setup), "the set-up")

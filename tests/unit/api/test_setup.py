@@ -1,0 +1,114 @@
+"""What a set-up keeps, finds and writes."""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from engine.api import Engine, FoundHost, FoundPython, NodeCandidate, SetupChoices
+from engine.errors import ConfigError
+from engine.plan.capacity import Capacity, CapacityReport
+
+ULTRA = NodeCandidate(FoundHost("ultra", "ana@ultra.local", ("given",)), FoundPython("~/p/bin/python", mac=True))
+CHOICES = SetupChoices(step=2, typed=("ana@ultra.local",), chosen=("ana@ultra.local",), model="~/m", data="~/d")
+
+
+@pytest.fixture
+def engine(home: Path) -> Engine:
+    return Engine(home)
+
+
+def test_choices_are_kept_until_the_file_is_written(engine: Engine, tmp_path: Path) -> None:
+    target, other = tmp_path / "flightdeck.toml", tmp_path / "other.toml"
+    assert engine.setup.read(target) == SetupChoices()
+    engine.setup.keep(target, CHOICES)
+    assert (engine.setup.read(target), engine.setup.read(other)) == (CHOICES, SetupChoices())
+    config = engine.setup.write(target, engine.setup.text(target, CHOICES, [ULTRA]))
+    assert (config.file, config.nodes[0].ssh) == (target, "ana@ultra.local")
+    assert engine.nodes.is_accepted(engine.load_config(target)), "what was chosen here may run"
+    read = engine.setup.read(target)
+    assert (read.step, read.chosen, read.model, read.iters) == (0, ("ana@ultra.local",), "~/m", 1000), "by the file"
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["flightdeck.toml"]
+
+
+@pytest.mark.parametrize("kept", [b"", b"{", b'{"batch_size": 0}', b'{"step": "x"}', b"\xff"])
+def test_damage_to_what_was_kept_is_as_if_there_were_none(engine: Engine, tmp_path: Path, kept: bytes) -> None:
+    target = tmp_path / "flightdeck.toml"
+    engine.setup.keep(target, CHOICES)
+    next(engine.home.glob("setup-*.json")).write_bytes(kept)
+    assert engine.setup.read(target) == SetupChoices()
+
+
+def test_a_file_with_faults_is_not_written_and_its_own_name_is_in_them(engine: Engine, tmp_path: Path) -> None:
+    target = tmp_path / "flightdeck.toml"
+    target.write_text('[[node]]\nssh = "ana@ultra.local"\npython = "~/p"\n[job]\nmodel = "~/m"\ndata = "~/d"\n')
+    before = target.read_text()
+    changed = engine.setup.text(target, SetupChoices(model="~bob/m"), [ULTRA])
+    with pytest.raises(ConfigError, match=rf"{target}: job.model"):
+        engine.setup.write(target, changed)
+    assert target.read_text() == before
+    engine.setup.write(target, engine.setup.text(target, SetupChoices(iters=7), [ULTRA]))
+    assert tomllib.loads(target.read_text())["job"] == {"model": "~/m", "data": "~/d", "iters": 7}
+
+
+def test_hosts_come_when_they_are_found_and_again_with_their_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def discover(*, bonjour: bool) -> list[FoundHost]:
+        return [FoundHost("head", "127.0.0.1", ("this machine",)), *[FoundHost("max", "max", ("Bonjour",))] * bonjour]
+
+    async def ask(host: str) -> FoundPython:
+        return FoundPython(hostname=host)
+
+    monkeypatch.setattr(engine.nodes, "discover", discover)
+    monkeypatch.setattr(engine.setup, "ask", ask)
+
+    async def collect(typed: tuple[str, ...], *, others: bool) -> list[NodeCandidate]:
+        return [candidate async for candidate in engine.setup.candidates(typed, others=others)]
+
+    everyone = asyncio.run(collect(("max",), others=True))
+    assert {one.host.ssh: one.host.sources for one in everyone} == {"max": ("given",), "127.0.0.1": ("this machine",)}
+    assert [one.host.ssh for one in everyone if one.answer].count("max") == 1
+    assert [one.host.ssh for one in asyncio.run(collect(("max",), others=False))] == ["max", "max"]
+
+
+def test_the_least_room_counts_and_other_models_do_not(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(method: str, amount: int | None) -> Capacity:
+        return Capacity(("a",), method, "x", amount)
+
+    rows: list[Capacity] = []
+
+    async def capacities(*_: object, **__: object) -> CapacityReport:
+        return CapacityReport("", None, 2048, None, rows)
+
+    monkeypatch.setattr(engine.launches, "capacities", capacities)
+
+    def fits() -> dict[str, int | None]:
+        found = asyncio.run(engine.setup.capacities(None))  # type: ignore[arg-type]
+        return {method: one.amount for method, one in found.items()}
+
+    rows[:] = [row("lora", 8), row("full", 0), row("qlora", 20), row("lora", 3), row("full", 1)]
+    assert fits() == {"lora": 3, "full": 0, "qlora": 20}
+    rows[:] = [row("qlora", 20), row("full", None)]
+    assert fits() == {"lora": 20, "full": None}
+
+
+def test_data_beside_the_file_is_named_as_the_nodes_have_it(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "studio"
+    for name in ("chats/train.jsonl", "rows.csv", "notes.pdf"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    assert engine.setup.data_found(folder / "f.toml", remote=False) == ["chats", "rows.csv"]
+    assert engine.setup.data_found(folder / "f.toml", remote=True) == ["~/studio/chats", "~/studio/rows.csv"]
+
+
+def test_a_login_key_is_put_there_in_the_terminal(engine: Engine) -> None:
+    argv = engine.setup.copy_id_argv("ana@ultra.local:2222")
+    assert argv[-3:] == ["-p", "2222", "ana@ultra.local"] and "StrictHostKeyChecking=yes" in argv
+    assert f'UserKnownHostsFile="{engine.home}/known_hosts" ~/.ssh/known_hosts' in argv
