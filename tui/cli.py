@@ -22,6 +22,7 @@ from tui.encoding import prepare
 Commands = Any
 """The type that add_subparsers returns, which argparse does not name."""
 _SHELLS = ("zsh", "bash", "fish")
+_QUEUE_ACTIONS = ("list", "move", "hold", "release", "cancel")
 _STRATEGIES = get_args(Strategy)
 _WHICH_RUN = 'id, the beginning of one, name (its newest) or "last"'
 
@@ -162,6 +163,7 @@ def command_parser() -> Parser:
     parser.set_defaults(run_command=_console)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _starting(commands)
+    _queue(commands)
     _cluster(commands)
     _history(commands)
     _tasks(commands)
@@ -192,6 +194,7 @@ def _starting(commands: Commands) -> None:
         "preflight, then launch; the run goes on by itself",
         ("flightdeck launch -c flightdeck.toml", "returns once the checks have let it through"),
         ("flightdeck launch --follow", "prints how it goes; ctrl+c leaves the run alone"),
+        ("flightdeck launch --queue --set learning_rate=1e-5,5e-5 --after 22:00 --for 8h", "two runs, in the night"),
         ("flightdeck launch --skip data_matches", "overrides one check by name; goes into the audit log"),
     )
     _config(launch)
@@ -199,6 +202,11 @@ def _starting(commands: Commands) -> None:
     _layer_split(launch)
     launch.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
     what = "stop it as `abort` does, saved and to be resumed, so long after its first attempt began: 30m, 8h, 2d"
+    what = "put it into the queue: it starts when its nodes are free; a grid of --set is so many runs"
+    launch.add_argument("--queue", action="store_true", help=what)
+    launch.add_argument("--after", metavar="TIME", help='with --queue: not before "22:00", or "2026-12-01 22:00"')
+    what = "with --queue: when it fails, hold all that waits"
+    launch.add_argument("--stop-queue-on-failure", action="store_true", help=what)
     launch.add_argument("--for", type=_duration, dest="for_s", metavar="TIME", help=what)
     _skip(launch)
     resume = _command(
@@ -246,6 +254,21 @@ def _starting(commands: Commands) -> None:
     )
     _run(abort, required=True)
     abort.add_argument("--now", action="store_true", help="do not wait for the step to end: TERM, then KILL")
+
+
+def _queue(commands: Commands) -> None:
+    queue = _command(
+        commands,
+        "queue",
+        "queue.queue",
+        "the runs that start one after the other, each when its nodes are free",
+        ("flightdeck queue", "what waits, and for what"),
+        ("flightdeck queue move 4 1", "item 4 comes next"),
+        ("flightdeck queue hold 3", "until `flightdeck queue release 3`; or for good: `flightdeck queue cancel 3`"),
+    )
+    queue.add_argument("action", nargs="?", choices=_QUEUE_ACTIONS, default="list", help="default: list")
+    queue.add_argument("item", nargs="?", type=_count(10**9), metavar="ITEM", help="its number, of move to cancel")
+    queue.add_argument("place", nargs="?", type=_count(10**6), metavar="PLACE", help="of move: from 1")
 
 
 def _cluster(commands: Commands) -> None:

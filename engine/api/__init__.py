@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from engine.api.chats import ChatExchange, ChatServer
     from engine.api.engine import Engine
+    from engine.api.queue import starting_time
     from engine.api.read_only import ReadOnlyEngine
     from engine.api.setup import NodeCandidate, SetupChoices
     from engine.api.tasks import TaskRequest, serve_request
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from engine.protocol.job import Strategy
     from engine.protocol.task import KEEP, SERVE_PORT, TaskKind
     from engine.publish.model_card import PublicationRequest
+    from engine.queue.items import QueueItem, QueueSnapshot
     from engine.run.compare import Comparison, Difference, SpeedReasons
     from engine.run.logs.alike import AlikeLines
     from engine.run.logs.pattern import ERRORS, LogPattern
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
 _NAMES: Final = {
     "engine.api.chats": "ChatServer ChatExchange",
     "engine.api.engine": "Engine",
+    "engine.api.queue": "starting_time",
     "engine.api.read_only": "ReadOnlyEngine",
     "engine.api.setup": "NodeCandidate SetupChoices",
     "engine.api.tasks": "TaskRequest serve_request",
@@ -99,6 +102,7 @@ _NAMES: Final = {
     "engine.protocol.job": "Strategy",
     "engine.protocol.task": "KEEP SERVE_PORT TaskKind",
     "engine.publish.model_card": "PublicationRequest",
+    "engine.queue.items": "QueueItem QueueSnapshot",
     "engine.run.compare": "Comparison Difference SpeedReasons",
     "engine.run.logs.pattern": "ERRORS LogPattern",
     "engine.run.logs.alike": "AlikeLines",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.api.launches import LaunchesApi
     from engine.api.model_copies import ModelsApi
     from engine.api.nodes import NodesApi
+    from engine.api.queue import QueueApi
     from engine.api.results import ResultsApi
     from engine.api.runs import RunsApi
     from engine.api.setup import SetupApi
@@ -122,6 +123,12 @@ class Engine(Session):
         from engine.api.setup import SetupApi
 
         return SetupApi(self, self.nodes, self.checks, self.launches)
+
+    @cached_property
+    def queue(self) -> QueueApi:
+        from engine.api.queue import QueueApi
+
+        return QueueApi(self, self.runs)
 
     @cached_property
     def tasks(self) -> TasksApi:

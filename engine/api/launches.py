@@ -106,7 +106,7 @@ class LaunchesApi:
         checks, perhaps with a person's reasons for the audit log; `budget_s` as in RunPlan. Preflight is the
         supervisor's first step. Raises InputError, StateError, LaunchError, and NodesInUse while a calibration uses
         them."""
-        directory = await asyncio.to_thread(self._prepare, config, tuple(skip), budget_s=budget_s)
+        directory = await asyncio.to_thread(self.make, config, tuple(skip), budget_s=budget_s)
         if isinstance(skip, Mapping) and skip:
             audit_log("launch", "skips", {"run": directory.id, "why": dict(skip)}, home=self._session.home)
         await asyncio.to_thread(start_supervisor, directory)
@@ -142,7 +142,7 @@ class LaunchesApi:
             audit_log("repeat", "changed", {"run": directory.id, "changed": changed}, home=self._session.home)
         same = plan if not settings else None
         repeated = await asyncio.to_thread(
-            self._prepare, config, plan.skip, repeats=directory.id, same=same, budget_s=plan.budget_s
+            self.make, config, plan.skip, repeats=directory.id, same=same, budget_s=plan.budget_s
         )
         await asyncio.to_thread(start_supervisor, repeated)
         return await asyncio.to_thread(self._runs.record, repeated.id)
@@ -171,17 +171,10 @@ class LaunchesApi:
         with shared_hosts(self._session.home, [node.ssh for node in plan.config.nodes]):
             resume_run(directory, **wishes)
 
-    def _prepare(
-        self,
-        config: Config,
-        skip: tuple[str, ...],
-        *,
-        repeats: str | None = None,
-        same: RunPlan | None = None,
-        budget_s: float | None = None,
-    ) -> RunDir:
+    def make(self, config: Config, skip: tuple[str, ...], *, same: RunPlan | None = None, **wishes: Any) -> RunDir:
         """The run's directory with its plan, and its record in the store: the intent, before anything starts. With the
-        shares of the plan that is the `same`."""
+        shares of the plan that is the `same`. `wishes`: fields of RunPlan; of a run whose `run_id` is given, what a
+        killed process has left of its directory is used. Raises as `launch` does."""
         skip = tuple(validate_skip([*config.preflight.skip, *skip]))
         make_home(self._session.home)
         # A calibration under way keeps the launch out; a later one sees the run in the store.
@@ -191,22 +184,20 @@ class LaunchesApi:
             else:
                 config, division, calibration = self._calibrations.divide(config)
             created = datetime.now(UTC)
-            directory = self._runs.directory(run_id(config.job.name, created))
+            directory = self._runs.directory(wishes.get("run_id") or run_id(config.job.name, created))
             plan = RunPlan(
-                run_id=directory.id,
                 nonce=secrets.token_hex(16),
                 created_at=created,
                 config=config,
                 skip=skip,
                 division=division,
                 calibration=calibration,
-                repeats=repeats,
-                budget_s=budget_s,
+                **{**wishes, "run_id": directory.id},
             )
             try:
                 directory.path.parent.mkdir(mode=0o700, exist_ok=True)
-                directory.path.mkdir(mode=0o700)
-                directory.requests.mkdir(mode=0o700)
+                directory.path.mkdir(mode=0o700, exist_ok="run_id" in wishes)
+                directory.requests.mkdir(mode=0o700, exist_ok=True)
                 write_plan(directory.plan, plan)
             except OSError as error:
                 raise StateError("the run's directory cannot be made", where=str(directory.path), why=error) from error

@@ -14,6 +14,7 @@ _READS: Final[dict[str, Collection[str]]] = {
     "runs": ("all", "find", "watch", "series"),
     "comparisons": ("compare",),
     "launches": ("plan",),
+    "queue": ("snapshot",),
     "calibrations": ("latest", "latest_scaling", "predict"),
     **dict.fromkeys(("results", "checks", "tasks", "chats", "environments", "setup"), ()),
 }

@@ -15,6 +15,7 @@ from typing import Any
 from engine.api.session import Session
 from engine.errors import InputError, LaunchError, RunNotFound, StateError, did_you_mean
 from engine.models import RunRecord, RunState
+from engine.queue.runner_process import start_runner
 from engine.run.deletion import delete_folders, delete_here
 from engine.run.failure_cause import diagnose
 from engine.run.journal import read_history
@@ -135,8 +136,14 @@ class RunsApi:
             return [line.text[:_EVIDENCE_CHARACTERS] for line in reader.lines(start, start + limit)]
 
     def adopt_orphans(self) -> list[str]:
-        """Start a supervisor for every run that has lost its own, which adopts or fences it; the ids."""
-        return adopt_orphans(self._session.home, self._session.notify)
+        """Start a supervisor for every run that has lost its own, which adopts or fences it, and the process of a queue
+        that has lost it; the ids of the runs."""
+        adopted = adopt_orphans(self._session.home, self._session.notify)
+        try:
+            start_runner(self._session.home, wait=False)
+        except StateError as error:
+            self._session.notify(str(error))
+        return adopted
 
     async def abort(self, run: str, *, now: bool = False) -> AsyncIterator[StopProgress]:
         """Ask the run's supervisor to stop it and follow until that is proved; `now` leaves out the cooperative

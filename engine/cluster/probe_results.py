@@ -348,6 +348,11 @@ class StaleProcesses(FrozenModel):
     """The node finds a process by the nonce in its environment, as a proof of end does."""
 
 
+class OccupiedReport(FrozenModel):
+    nonces: Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=1_000)]
+    """Those of the attempts that have processes there, of any head."""
+
+
 class LeaseHeld(FrozenModel):
     """The first document of `lease`."""
 

@@ -6,15 +6,23 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
-from engine.api import Config, Engine, ExitCode, TaskRequest, parse_settings, with_strategy
-from engine.errors import FlightDeckError, plural
+from engine.api import Config, Engine, ExitCode, TaskRequest, parse_settings, starting_time, with_strategy
+from engine.errors import FlightDeckError, InputError, plural
 from engine.models import Reason, RunRecord, RunState
 from engine.snapshots import RunSnapshot, StopProgress
 from tui.commands.follow import Follower, introduce, print_end, print_learned, until_ended, until_past_preflight
-from tui.commands.terminal import Lines, accepted_config, check_terminal, is_person, print_json, progress_lines
+from tui.commands.terminal import (
+    Lines,
+    accepted,
+    check_terminal,
+    config_file,
+    is_person,
+    print_json,
+    progress_lines,
+)
 
 
 def demo(options: argparse.Namespace, engine: Engine) -> int:
@@ -35,8 +43,40 @@ def demo(options: argparse.Namespace, engine: Engine) -> int:
 
 def launch(options: argparse.Namespace, engine: Engine) -> int:
     """Launch a configuration; without --follow, return once preflight has let it through."""
-    config = with_strategy(accepted_config(options, engine, launch=True), options.strategy, options.layer_split)
-    return _launch(options, engine, config)
+    configs = [
+        with_strategy(accepted(config, options, engine, launch=True), options.strategy, options.layer_split)
+        for config in engine.load_grid(config_file(options), options.set)
+    ]
+    if options.queue:
+        return _put_into_queue(options, engine, configs)
+    if options.after or options.stop_queue_on_failure:
+        raise InputError("--after and --stop-queue-on-failure are of the queue", todo="add --queue")
+    if len(configs) > 1:
+        todo = "add --queue, which starts one after the other; `flightdeck plan` shows them"
+        raise InputError(f"--set asks for {len(configs)} runs", todo=todo)
+    if users := engine.queue.users(configs[0]):
+        what = f"{', '.join(users)} uses the same nodes: they share them; --queue waits for its end"
+        progress_lines(options).say(what)
+    return _launch(options, engine, configs[0])
+
+
+def _put_into_queue(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]) -> int:
+    if options.follow:
+        raise InputError("a run of the queue is not followed before it starts", todo="leave out --follow or --queue")
+    items = engine.queue.add(
+        configs,
+        skip=options.skip,
+        after=starting_time(options.after) if options.after else None,
+        budget_s=options.for_s,
+        stop_on_failure=options.stop_queue_on_failure,
+    )
+    lines, snapshot = progress_lines(options), engine.queue.snapshot()
+    for item in items:
+        waits = snapshot.waits.get(item.id)
+        lines.say(f"queued as item {item.id}: {item.name}" + (f", waits for {waits}" if waits else ""))
+    if options.json:
+        print_json(items)
+    return ExitCode.OK
 
 
 def _launch(options: argparse.Namespace, engine: Engine, config: Config, *, owned: bool = False) -> int:

@@ -55,6 +55,7 @@ PROBES = {
     "mlx": Probe("imports", own_process=True),
     "mlx_lm": Probe("imports", own_process=True),
     "model": Probe("model_files"),
+    "occupied": Probe("leases"),
     "ports": Probe("network"),
     "program": Probe("files"),
     "reach": Probe("network"),

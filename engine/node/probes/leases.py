@@ -1,4 +1,5 @@
-"""The `lease` and `stale` probes: what ends a check's processes when its head is gone, and what is left running."""
+"""The `lease`, `stale` and `occupied` probes: what ends a check's processes when its head is gone, and what is left
+running, or runs."""
 
 from __future__ import annotations
 
@@ -76,6 +77,12 @@ def probe_stale() -> dict[str, Any]:
     groups = [processes for nonce, processes in _unwatched().items() if nonce in first]
     stale = [{"pids": sorted(group), "command": group[min(group)][:200]} for group in groups]
     return {"stale": stale, "marked_seen": marked_seen}
+
+
+def probe_occupied() -> dict[str, Any]:
+    """`nonces`: those of the attempts of runs (`<nonce of the run>.<attempt>`) of which there are processes here,
+    whichever machine has started them."""
+    return {"nonces": sorted(nonce for nonce in with_any_nonce() if "." in nonce)}
 
 
 def _sees_marked_child() -> bool:

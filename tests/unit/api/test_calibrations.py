@@ -50,7 +50,7 @@ def calibrated(
 
 
 def planned(engine: Engine, names: list[str] = NAMES) -> RunPlan:
-    return read_plan(engine.launches._prepare(config(names), ()).plan)
+    return read_plan(engine.launches.make(config(names), ()).plan)
 
 
 def test_without_one_all_are_equal_and_the_plan_says_why(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ async def test_a_calibration_keeps_launches_and_calibrations_out_until_it_is_lef
         await anext(other := measuring(elsewhere(config)))
         await other.aclose()
         assert Engine().runs.all() == []
-    assert Engine().launches._prepare(config, ()).plan.exists()
+    assert Engine().launches.make(config, ()).plan.exists()
 
 
 async def test_a_run_that_goes_on_keeps_a_calibration_out_of_its_machines_alone(home: Path, endless: None) -> None:
@@ -178,7 +178,7 @@ async def test_a_run_that_goes_on_keeps_a_calibration_out_of_its_machines_alone(
 
 
 def test_a_launch_is_known_to_calibrations_from_its_first_moment(home: Path) -> None:
-    directory = Engine().launches._prepare(make_run_config(), ())
+    directory = Engine().launches.make(make_run_config(), ())
     with pytest.raises(NodesInUse, match=directory.id):
         Engine().calibrations.check_idle(make_run_config())
 

@@ -155,7 +155,7 @@ async def test_an_unknown_check_to_skip_is_refused_before_anything_is_made(home:
 
 def test_checks_to_skip_come_from_both_places_once(home: Path) -> None:
     config = make_run_config().model_copy(update={"preflight": PreflightConfig(skip=("ports_free",))})
-    run_dir = Engine().launches._prepare(config, ("gradient_layer", "ports_free"))
+    run_dir = Engine().launches.make(config, ("gradient_layer", "ports_free"))
     assert read_plan(run_dir.plan).skip == ("ports_free", "gradient_layer")
 
 

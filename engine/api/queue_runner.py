@@ -1,0 +1,231 @@
+"""Has the items of a home's queue started: `python -m engine.api.queue_runner HOME`, one per home for as long as there
+are any. What it has decided is in the queue's journal, so that another one goes on after its death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.api.engine import Engine
+from engine.api.launches import run_id
+from engine.cluster.agent_client import value_of
+from engine.cluster.probe_results import OccupiedReport
+from engine.config.models import Config
+from engine.errors import FlightDeckError, InputError, NodesInUse, NodeUnreachable, StateError
+from engine.models import RunState
+from engine.node.processes import stay_awake
+from engine.protocol.attempt import write_atomic
+from engine.queue.items import (
+    ItemEnded,
+    ItemHeld,
+    ItemLaunching,
+    ItemStarted,
+    Queue,
+    QueueEmptied,
+    QueueEvent,
+    QueueItem,
+)
+from engine.queue.queue_files import QueueFiles
+from engine.queue.runner_process import runner_alive, take_charge
+from engine.run.supervisor_process import start_supervisor
+from engine.run.watch import supervisor_alive
+
+_POLL_S = 1.0
+_RETRY_S = 15.0
+_ADOPT_S = 20.0
+"""Between two looks for runs that have lost their supervisor."""
+_PROBE_S = 20.0
+_TRIES = 5
+"""Launches of an item that fail, before it has failed."""
+_AWAY_S = 600.0
+"""A node that does not answer for longer is left to preflight, which says so and ends the item."""
+
+
+class QueueRunner:
+    def __init__(self, home: Path) -> None:
+        self._engine = Engine(home)
+        self._files = QueueFiles(home)
+        self._notes: dict[int, str] = {}
+        self._not_before: dict[int, float] = {}
+        """Item → when it is tried again."""
+        self._tries: dict[int, int] = {}
+        self._away_since: dict[int, float] = {}
+        self._adopted_at = float("-inf")
+
+    async def run(self) -> None:
+        """To the queue's end. Neither a full disk nor an item that is broken ends it."""
+        async with self._engine:
+            while True:
+                pause = _POLL_S
+                try:
+                    if not await self._turn():
+                        return
+                except Exception as error:
+                    pause = _RETRY_S
+                    with contextlib.suppress(OSError):
+                        traceback.print_exception(error, limit=-5, chain=False)
+                await asyncio.sleep(pause)
+
+    async def _turn(self) -> bool:
+        """False when nothing is left to start or to wait for."""
+        if time.monotonic() - self._adopted_at > _ADOPT_S:
+            self._adopted_at = time.monotonic()
+            await asyncio.to_thread(self._engine.runs.adopt_orphans)
+        for item in (await asyncio.to_thread(self._files.read)).items:
+            if item.state in ("launching", "started"):
+                await self._trying(item, self._follow)
+        active = await asyncio.to_thread(self._engine.queue.active)
+        waits = await asyncio.to_thread(self._engine.queue.waits, active)
+        queue = await asyncio.to_thread(self._files.read)
+        for item in queue.items:
+            if item.state == "waiting" and waits.get(item.id) == "":
+                await self._trying(item, self._start)
+        await asyncio.to_thread(self._write_notes)
+        return any(item.open for item in queue.items) or not await asyncio.to_thread(self._leave)
+
+    async def _trying(self, item: QueueItem, step: Callable[[QueueItem], Awaitable[None]]) -> None:
+        """A step of one item, the failure of which touches no other."""
+        if time.monotonic() < self._not_before.get(item.id, 0.0):
+            return
+        self._notes.pop(item.id, None)
+        try:
+            await step(item)
+        except (NodesInUse, NodeUnreachable) as error:
+            self._wait(item, str(error))
+        except Exception as error:
+            tries = self._tries[item.id] = self._tries.get(item.id, 0) + 1
+            self._wait(item, str(error) or type(error).__name__)
+            # A full disk, for example, is waited for.
+            final = isinstance(error, InputError) or (tries >= _TRIES and not isinstance(error, StateError | OSError))
+            if final and item.state != "started":
+                self._record(ItemEnded(id=item.id, outcome=RunState.FAILED, why=self._notes.pop(item.id)))
+                self._files.config_file(item.id).unlink(missing_ok=True)
+                self._after_failure(item)
+
+    def _wait(self, item: QueueItem, why: str) -> None:
+        self._notes[item.id] = why
+        self._not_before[item.id] = time.monotonic() + _RETRY_S
+
+    def _record(self, event: QueueEvent) -> Queue:
+        return self._files.change(lambda _: event)
+
+    def _write_notes(self) -> None:
+        with contextlib.suppress(OSError):
+            write_atomic(self._files.notes, json.dumps(self._notes))
+
+    async def _start(self, item: QueueItem) -> None:
+        config = self._files.config(item.id)
+        if config is None:
+            raise StateError("its configuration is gone", where=str(self._files.config_file(item.id)))
+        if (why := await self._occupied(item, config)) is not None:
+            self._wait(item, why)
+            return
+        run = run_id(config.job.name, datetime.now(UTC))
+        queue = await asyncio.to_thread(self._record, ItemLaunching(id=item.id, run=run))
+        await self._follow(queue.item(item.id))
+
+    async def _occupied(self, item: QueueItem, config: Config) -> str | None:
+        """Which of the other machines has processes of a run of another head, or has not told."""
+        for node in {node.ssh: node for node in config.nodes if not node.local}.values():
+            agent = self._engine.fleet.agent(node)
+            try:
+                answer = await agent.probe("occupied", result_type=OccupiedReport, timeout_s=_PROBE_S)
+                report = value_of(answer, node)
+            except FlightDeckError as error:
+                since = self._away_since.setdefault(item.id, time.monotonic())
+                if time.monotonic() - since > _AWAY_S:
+                    return None
+                return f"{node.name} has not told if it is free: {error}"
+            if report.nonces:
+                return f"a run of another Flight Deck on {node.name}"
+        self._away_since.pop(item.id, None)
+        return None
+
+    async def _follow(self, item: QueueItem) -> None:
+        """An item for which a run was begun, perhaps by an earlier process: whatever of it is there is not made
+        again."""
+        assert item.run is not None
+        directory = self._engine.runs.directory(item.run)
+        if item.state == "started":
+            await asyncio.to_thread(self._follow_run, item, item.run)
+            return
+        if not directory.plan.exists():
+            config = self._files.config(item.id)
+            if config is None:
+                self._record(ItemEnded(id=item.id, why="its run was deleted"))
+                return
+            make = self._engine.launches.make
+            await asyncio.to_thread(make, config, item.skip, run_id=item.run, budget_s=item.budget_s, unattended=True)
+        # Before anything starts: from here on, a run that is not there was deleted.
+        self._files.config_file(item.id).unlink(missing_ok=True)
+        if not directory.journal.exists() and not supervisor_alive(directory):
+            await asyncio.to_thread(start_supervisor, directory)
+        await asyncio.to_thread(self._record, ItemStarted(id=item.id))
+
+    def _follow_run(self, item: QueueItem, run: str) -> None:
+        if not self._engine.runs.directory(run).path.exists():
+            self._record(ItemEnded(id=item.id, why="its run was deleted"))
+        elif (record := self._engine.runs.record(run)).state.ended:
+            queue = self._record(ItemEnded(id=item.id, outcome=record.state, reason=record.reason))
+            self._after_failure(queue.item(item.id))
+
+    def _after_failure(self, item: QueueItem) -> None:
+        queue = self._files.read()
+        if queue.item(item.id).failed and item.stop_on_failure:
+            for other in queue.items:
+                if other.state == "waiting":
+                    self._record(ItemHeld(id=other.id, why=f"item {item.id} ({item.name}) failed"))
+
+    def _leave(self) -> bool:
+        """Recorded together with the end of this process, so that whoever adds an item meanwhile starts another."""
+        left = False
+
+        def leave(queue: Queue) -> QueueEvent | None:
+            nonlocal left
+            if left := not any(item.open for item in queue.items):
+                self._files.runner.unlink(missing_ok=True)
+            return QueueEmptied() if left and not queue.told_empty else None
+
+        self._files.change(leave)
+        return left
+
+
+def _lock(files: QueueFiles) -> int | None:
+    """None where another process has the queue: one that has recorded its end is waited for."""
+    descriptor = os.open(files.runner_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(200):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        if runner_alive(files.folder.parent):
+            break
+        time.sleep(0.05)
+    os.close(descriptor)
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    (home,) = arguments or sys.argv[1:]
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    files = QueueFiles(Path(home))
+    if not files.journal.exists() or (held := _lock(files)) is None:
+        return 0
+    with os.fdopen(held):
+        take_charge(files)
+        stay_awake(os.getpid(), "-i")
+        asyncio.run(QueueRunner(Path(home)).run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

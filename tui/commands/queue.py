@@ -1,0 +1,59 @@
+"""queue: the runs that start one after the other, each when its nodes are free."""
+
+from __future__ import annotations
+
+import argparse
+
+from engine.api import Engine, ExitCode, QueueItem, QueueSnapshot
+from engine.errors import InputError, duration_text, plural
+from tui.commands.terminal import Lines, print_json
+from tui.formatting import NOT_MEASURED, reason_text, table
+
+
+def queue(options: argparse.Namespace, engine: Engine) -> int:
+    """List the queue, or change an item."""
+    if options.action == "list":
+        return _list(options, engine)
+    if options.item is None or (options.action == "move") is (options.place is None):
+        usage = "flightdeck queue move ITEM PLACE" if options.action == "move" else f"queue {options.action} ITEM"
+        raise InputError(f"queue {options.action} needs its item", todo=usage)
+    change = getattr(engine.queue, options.action)
+    item: QueueItem = change(options.item, *([options.place] if options.action == "move" else []))
+    if options.json:
+        print_json(item)
+    else:
+        Lines().say(f"item {item.id} ({item.name}) is {'moved' if options.action == 'move' else item.state}")
+    return ExitCode.OK
+
+
+def _list(options: argparse.Namespace, engine: Engine) -> int:
+    snapshot = engine.queue.snapshot()
+    if options.json:
+        items = [{**item.model_dump(mode="json"), "waits_for": snapshot.waits.get(item.id)} for item in snapshot.items]
+        print_json({"items": items, "direct": snapshot.direct, "attended": snapshot.attended})
+        return ExitCode.OK
+    lines = Lines()
+    if not snapshot.items:
+        lines.say("the queue is empty: `flightdeck launch --queue` puts a run into it")
+    else:
+        headers = ("ITEM", "NAME", "NODES", "STATE", "FOR", "WHY")
+        drawn = table(headers, [_row(item, snapshot) for item in snapshot.items]).splitlines()
+        lines.say(lines.ink(drawn[0], "dim"))
+        for row, item in zip(drawn[1:], snapshot.items, strict=True):
+            lines.say(row.replace(f"  {item_state(item)}", f"  {lines.word(item_state(item))}", 1))
+    if snapshot.direct:
+        lines.say(f"{plural(len(snapshot.direct), 'run')} beside it: {', '.join(run.id for run in snapshot.direct)}")
+    return ExitCode.OK
+
+
+def item_state(item: QueueItem) -> str:
+    return item.outcome.value if item.outcome is not None else item.state
+
+
+def _row(item: QueueItem, snapshot: QueueSnapshot) -> list[str]:
+    waits = snapshot.waits.get(item.id, "")
+    why = f"waits for {waits}" if waits else item.why or item.run or ""
+    if item.reason is not None and item.reason.value != "completed":
+        why = f"{why} ({reason_text(item.reason)})"
+    budget = duration_text(item.budget_s) if item.budget_s else NOT_MEASURED
+    return [str(item.id), item.name, ", ".join(item.hosts), item_state(item), budget, why]
