@@ -24,6 +24,7 @@ from engine.config.models import Config
 from engine.errors import FlightDeckError, InputError, NodesInUse, NodeUnreachable, StateError
 from engine.models import RunState
 from engine.node.processes import stay_awake
+from engine.notify.channels import queue_empty
 from engine.protocol.attempt import write_atomic
 from engine.queue.items import (
     ItemEnded,
@@ -37,6 +38,7 @@ from engine.queue.items import (
 )
 from engine.queue.queue_files import QueueFiles
 from engine.queue.runner_process import runner_alive, take_charge
+from engine.run.run_plan import read_plan
 from engine.run.supervisor_process import start_supervisor
 from engine.run.watch import supervisor_alive
 
@@ -61,6 +63,7 @@ class QueueRunner:
         self._tries: dict[int, int] = {}
         self._away_since: dict[int, float] = {}
         self._adopted_at = float("-inf")
+        self._emptied = False
 
     async def run(self) -> None:
         """To the queue's end. Neither a full disk nor an item that is broken ends it."""
@@ -69,6 +72,7 @@ class QueueRunner:
                 pause = _POLL_S
                 try:
                     if not await self._turn():
+                        await asyncio.to_thread(self._tell_empty)
                         return
                 except Exception as error:
                     pause = _RETRY_S
@@ -194,16 +198,25 @@ class QueueRunner:
             nonlocal left
             if left := not any(item.open for item in queue.items):
                 self._files.runner.unlink(missing_ok=True)
-            return QueueEmptied() if left and not queue.told_empty else None
+            held = any(item.state == "held" for item in queue.items)
+            self._emptied = left and not held and not queue.told_empty
+            return QueueEmptied() if self._emptied else None
 
         self._files.change(leave)
         return left
+
+    def _tell_empty(self) -> None:
+        """As the configuration of the newest run wants it."""
+        ran = [item.run for item in self._files.read().items if item.run is not None]
+        if self._emptied and ran:
+            with contextlib.suppress(StateError):
+                queue_empty(self._engine.home, read_plan(self._engine.runs.directory(max(ran)).plan).config)
 
 
 def _lock(files: QueueFiles) -> int | None:
     """None where another process has the queue: one that has recorded its end is waited for."""
     descriptor = os.open(files.runner_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    for _ in range(200):
+    for _ in range(1200):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor

@@ -117,6 +117,24 @@ async def test_items_start_in_their_order_one_on_a_machine_at_a_time(head: Head)
     assert head.files.read().told_empty and queued_configs(head.home) == []
 
 
+async def test_that_the_queue_is_empty_is_told_once(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr("engine.api.queue_runner.queue_empty", lambda _, config: names.append(config.job.name))
+    monkeypatch.setattr("engine.api.queue_runner._POLL_S", 0.0)
+    head.add("a1", "held")
+    Engine(head.home).queue.hold(2)
+    await head.turn()
+    head.end(1)
+    await head.runner.run()
+    assert names == [], "one is held"
+    Engine(head.home).queue.release(2)
+    await head.turn(anew=True)
+    head.end(2)
+    for _ in range(2):
+        await QueueRunner(head.home).run()
+    assert names == ["held"]
+
+
 async def test_a_run_of_the_queue_has_what_the_item_says(head: Head) -> None:
     head.add("a1", budget_s=60.0, skip=["ports_free"])
     await head.turn()
