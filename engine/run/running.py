@@ -109,7 +109,8 @@ def _take_in_ranks(t: Transition, lost: frozenset[int]) -> None:
             note = f"rank {rank.number} on {rank.node} is lost: the others go on without it"
             t.set_watch(losses=(*t.watch.losses, (t.seen.now, note)))
     if all(rank.started for rank in t.seen.ranks):
-        if t.run_state is RunState.LAUNCHING:
+        # Else they are those of an earlier life, and the next attempt is only being planned.
+        if t.run_state is RunState.LAUNCHING and t.history.launched:
             t.change(RunState.RUNNING)
         # At the first look: an earlier supervisor may have recorded the starts, and done no more.
         if (changed or newly or t.watch.starts is None) and t.watch.launched:

@@ -199,7 +199,7 @@ class Checks:
             case events.RequestReceived():
                 self._abort_recorded = True
                 self._time_up = self._time_up or event.request == "budget"
-                if self._time_up and not self.world.budget_spent_at(event.at):
+                if event.request == "budget" and not self.world.budget_spent_at(event.at):
                     self._fail("the run is stopped for its budget, and that is not spent")
             case events.AttemptPlanned() if self._abort_recorded:
                 self._fail("another attempt is planned after an abort was requested")
