@@ -160,6 +160,8 @@ class FlightDeckApp(App[None]):
         self._first_shown = self._asked = self._leaving = self._edited_here = False
         self._setup = ""
         """ "waits" for the engine, "written" until its file is read."""
+        self._taken_at = datetime.min.replace(tzinfo=UTC)
+        """When the last snapshot was shown."""
         self._latest: SnapshotTaken | None = None
         self._shown: str | None = None
         self._first: str | None = None
@@ -255,8 +257,10 @@ class FlightDeckApp(App[None]):
         self._update_telemetry()
         now, state = self._clock(), self.state
         calm = state.running is None and state.busy is None and not state.probing and len(self.screen_stack) < 2
-        # What has come meanwhile, a snapshot for example, has had the ages redrawn, too.
-        if not state.frozen and abs((now - state.now).total_seconds()) >= (CALM_S if calm else TICK_S) - TICK_S / 2:
+        # What has come meanwhile has had the ages redrawn, too; where a report comes each second, only reports do that.
+        recent = 0.0 <= (now - self._taken_at).total_seconds() < TICK_S
+        age_s = abs((now - state.now).total_seconds())
+        if not state.frozen and not recent and age_s >= (CALM_S if calm else TICK_S) - TICK_S / 2:
             self.store.change(now=now)
 
     @property
@@ -367,7 +371,8 @@ class FlightDeckApp(App[None]):
     def on_snapshot_taken(self, message: SnapshotTaken) -> None:
         self._latest = message
         if message.run == self._shown and not self.state.frozen:
-            self.store.change(snapshot=message.snapshot, now=self._clock())
+            self._taken_at = self._clock()
+            self.store.change(snapshot=message.snapshot, now=self._taken_at)
 
     def on_notified(self, message: Notified) -> None:
         notification, config = message.notification, self.state.config
@@ -379,7 +384,11 @@ class FlightDeckApp(App[None]):
     def on_runs_read(self, message: RunsRead) -> None:
         before = None if self.state.runs is None else {run.id for run in self.state.runs} | self._opened
         if not self.state.frozen:
-            self.store.change(runs=message.runs)
+            # The live figures of the shown run are drawn with its snapshot, which comes each time that they change.
+            shown, pairs = self._shown, zip(self.state.runs or (), message.runs, strict=False)
+            alike = self.state.active and len(self.state.runs or ()) == len(message.runs)
+            alike = alike and all(a is b or (a.id, a.state) == (shown, b.state) for a, b in pairs)
+            (self.store.keep if alike else self.store.change)(runs=message.runs)
             if before is not None and not self.state.active and self.state.busy is None:
                 # Started by a command: what is shown must be what goes on.
                 started = next((run for run in message.runs if run.id not in before and not run.state.ended), None)

@@ -94,7 +94,9 @@ class Trouble(Message):
 
 
 POLL_S: Final = 0.1
-"""Between two reads of an active run."""
+"""Between two reads of an active run that changes."""
+QUIET_POLLS: Final = 2.5
+"""How many times as long it takes while nothing changes."""
 ENDED_POLL_S: Final = 1.0
 RUNS_S: Final = 1.0
 """Between two reads of the list of runs."""
@@ -177,6 +179,7 @@ class RunPoller:
         followed: str | None = None
         snapshot: RunSnapshot | None = None
         runs: tuple[RunRecord, ...] | None = None
+        wait_s = self._poll_s
         while not self._ended:
             if self._paused:
                 self._wake.wait(ENDED_POLL_S)
@@ -190,6 +193,9 @@ class RunPoller:
                     fresh = watch.poll()
                     if snapshot is None or _differs(fresh, snapshot):
                         self._post(SnapshotTaken(followed, fresh))
+                        wait_s = self._poll_s
+                    else:
+                        wait_s = min(wait_s * 1.25, QUIET_POLLS * self._poll_s)
                     if snapshot is not None:
                         self._post_notifications(snapshot, fresh)
                     snapshot = fresh
@@ -208,7 +214,7 @@ class RunPoller:
                 watch = None
             ended = snapshot is not None and snapshot.record.state.ended
             idle = snapshot is None or ended or self._reported is not None
-            self._wake.wait(max(self._poll_s, ENDED_POLL_S) if idle else self._poll_s)
+            self._wake.wait(max(self._poll_s, ENDED_POLL_S) if idle else wait_s)
             self._wake.clear()
 
     def _post_notifications(self, before: RunSnapshot, fresh: RunSnapshot) -> None:

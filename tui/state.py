@@ -230,7 +230,11 @@ class StateStore:
     def change(self, **changes: Any) -> None:
         """Replace fields of the state; `changed` is called when one is another object than before."""
         if any(getattr(self.state, name) is not value for name, value in changes.items()):
-            before, self.state = self.state, replace(self.state, **changes)
-            if before.runs is self.state.runs:
-                vars(self.state)["listed"] = before.listed
+            self.keep(**changes)
             self._changed()
+
+    def keep(self, **changes: Any) -> None:
+        """Replace fields of the state; drawn with the next change."""
+        before, self.state = self.state, replace(self.state, **changes)
+        if before.runs is self.state.runs:
+            vars(self.state)["listed"] = before.listed

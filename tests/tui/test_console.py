@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -11,10 +12,12 @@ from engine.models import RunState
 from engine.snapshots import StopProgress
 from tests.tui import fake_engine
 from tests.tui.conftest import SIZE, SMALL, opened
-from tests.tui.fake_engine import FakeEngine
+from tests.tui.fake_engine import NOW, FakeEngine
+from tui.screens.deck import DeckScreen
 from tui.screens.dialog import Confirm, ConfirmLaunch, Welcome
 from tui.screens.help import Help
 from tui.screens.stopping import Stopping
+from tui.state import DeckState
 from tui.widgets.pane import RowList
 
 
@@ -352,6 +355,28 @@ async def test_freeze_holds_the_display_and_says_so_and_thaws_to_the_newest(fake
         assert console.app.state.snapshot is not None and console.app.state.snapshot.record.iteration == 41
         await console.press("space")
         await console.shows("step 55/60")
+
+
+async def test_a_report_is_drawn_with_its_snapshot_and_only_where_it_shows(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.add(fake_engine.running(), fake_engine.trained())
+    async with opened(fake) as console:
+        await console.shows("step 41/60")
+        app, drawn, shown = console.app, set[tuple[str | None, int]](), list[DeckState]()
+        monkeypatch.setattr(RowList, "refresh_line", lambda rows, y: drawn.add((rows.id, y)))
+        monkeypatch.setattr(app.deck, "show", lambda state: (shown.append(state), DeckScreen.show(app.deck, state)))
+        later = fake_engine.running()
+        fake.put(replace(later, record=later.record.model_copy(update={"iteration": 55})))
+        await console.until(lambda: [run.iteration for run in app.state.runs or ()][:1] == [55], "the list")
+        await console.until(lambda: app.state.snapshot is not None and app.state.snapshot.record.iteration == 55)
+        assert len(shown) == 1, "the list's figures are the snapshot's"
+        app.store.change(now=NOW + timedelta(0))
+        await console.pilot.pause()
+        assert not drawn
+        app.store.change(now=NOW + timedelta(seconds=5))
+        await console.pilot.pause()
+        assert {row for name, row in drawn if name == "history-rows"} == {0}
 
 
 async def test_maximise_gives_the_pane_the_screen_and_back(fake: FakeEngine) -> None:

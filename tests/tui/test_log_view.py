@@ -336,8 +336,10 @@ async def test_long_lines_are_seen_by_going_sideways(logs: RunLogs) -> None:
 async def test_what_is_selected_is_copied(logs: RunLogs) -> None:
     logs.write(0, numbered(0, 3) + "漢字 wide\n")
     app = LogApp(logs.run_dir)
-    async with app.run_test(size=(40, 10)):
+    async with app.run_test(size=(40, 10)) as pilot:
         await until(lambda: len(app.shown()) == 4)
+        assert not offsets(app.view, 1), "nobody can have selected anything before the mouse has come"
+        await pilot.hover(app.view)
         await until(lambda: ("offset", (0, 1)) in offsets(app.view, 1))
         app.screen.selections = {app.view: Selection(Offset(5, 1), Offset(2, 3))}
         assert app.view.copy_text() == "1\nline 2\n漢字"

@@ -28,11 +28,13 @@ class ChecksPane(Pane):
     NAME = "preflight"
     NUMBER = "2"
     HINTS = ("enter", "fix", "recheck")
-    UNSEEN = frozenset({"telemetry", "unanswered", "node", "listening", "facts", "topology", "detail"})
+    UNSEEN = frozenset({"telemetry", "unanswered", "node", "listening", "facts", "topology", "detail", "runs"})
 
     def __init__(self) -> None:
         super().__init__()
         self._failed: str | None = None
+        self._drawn: tuple[object, ...] = ()
+        """That of which the rows were made."""
 
     def compose(self) -> ComposeResult:
         yield Text(id="checks-note", wraps=True)
@@ -51,7 +53,11 @@ class ChecksPane(Pane):
         note.display = not state.shown_checks
         note.put(Content.styled(state.unconfigured, MUTED))
         rows = self.query_one(RowList)
-        rows.set_rows(_rows(state, self.room - self._scrollbar(len(state.shown_checks)), full=self.full))
+        room = self.room - self._scrollbar(len(state.shown_checks))
+        drawn = (state.shown_checks, dict(state.skips), room, self.full, state.glyphs)
+        if drawn != self._drawn:
+            self._drawn = drawn
+            rows.set_rows(_rows(state, room, full=self.full))
         failed = next((check.name for check in state.shown_checks if check.status == "fail"), None)
         if failed != self._failed:
             self._failed = failed

@@ -174,7 +174,7 @@ class HistoryPane(Pane):
         def line(index: int) -> Content:
             return form.line(cells(state, runs[index], marked=runs[index].id in marked))
 
-        rows.show_rows(self._ids, line, rows.in_sight or ())
+        rows.show_rows(self._ids, line)
         self._detail()
 
     def _choose(self, state: DeckState) -> None:

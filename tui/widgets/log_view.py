@@ -88,6 +88,10 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         self.state = LogState()
         """The state of the last Changed message."""
         self._ended = False
+        self._seen = True
+        """It is on the screen."""
+        self._pointed = False
+        """The mouse has been over it."""
         self._refreshed_at = float("-inf")
         self._drawn: tuple[object, ...] = ()
         self._marks: dict[int, list[Mark]] = {}
@@ -95,6 +99,17 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def on_mount(self) -> None:
         self.set_interval(self._redraw_s, self._refresh)
+
+    def on_enter(self) -> None:
+        self._pointed = True
+        self._show()
+
+    def on_hide(self) -> None:
+        self._seen = False
+
+    def on_show(self) -> None:
+        self._seen = True
+        self._refresh()
 
     def on_unmount(self) -> None:
         self._window.close()
@@ -231,10 +246,13 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
     # Drawing
 
     def _refresh(self) -> None:
-        # Nothing is written to the log of a run that has ended, or only what was late.
-        if not self._ended or self.state.search is not None or monotonic() - self._refreshed_at > ENDED_S:
+        # Nothing is written to the log of a run that has ended, or only what was late; and nobody sees a hidden one.
+        calm = self._ended or not self._seen
+        if not calm or self.state.search is not None or monotonic() - self._refreshed_at > ENDED_S:
             self._refreshed_at = monotonic()
             self._window.refresh()
+        elif self.state.counted:
+            return
         self._show()
 
     def _show(self) -> None:
@@ -249,8 +267,8 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         labels = tuple(window.first_alike(row.line.number) for row in window.rows)
         drawn = (tuple(window.rows), labels, window.pattern, window.current, window.gutter_width, window.width, nothing)
         # A place in the log makes a style of its own for each line, and Textual keeps thousands of styles: rows that
-        # run past are not worth it, nobody selects them.
-        selectable = drawn == self._drawn or not window.following
+        # run past are not worth it, nobody selects them; nor before the mouse has come.
+        selectable = (drawn == self._drawn and self._pointed) or not window.following
         if drawn != self._drawn or selectable != self._selectable:
             self._drawn, self._selectable = drawn, selectable
             self._marks.clear()

@@ -119,6 +119,7 @@ class FilterBar(Horizontal):
 class LogsPane(Pane):
     NAME = "logs"
     HINTS = ("search", "filter", "next_rank", "follow")
+    UNSEEN = Pane.UNSEEN | {"now", "runs", "facts", "checks"}
 
     @dataclass
     class SearchChanged(Message):

@@ -4,7 +4,7 @@ The list draws only its visible lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -47,6 +47,8 @@ class RowList(ScrollView, can_focus=True):
         self._ids: Sequence[str] = []
         self._line: Callable[[int], Content] = lambda _: Content("")
         self._cursor: int | None = None
+        self._drawn: dict[int, Content] = {}
+        """Lines as they were drawn last, by place."""
 
     @property
     def selected(self) -> str | None:
@@ -78,21 +80,19 @@ class RowList(ScrollView, can_focus=True):
 
     def set_rows(self, rows: Sequence[tuple[str, Content]]) -> None:
         """Show these rows; the cursor stays on the row of the same id, else goes to the first."""
-        ids, lines = [row for row, _ in rows], [line for _, line in rows]
-        changed = range(len(ids))
-        if ids == self._ids:
-            changed = [i for i, line in enumerate(lines) if not line.is_same(self._line(i))]  # type: ignore[assignment]
-        self.show_rows(ids, lines.__getitem__, changed)
+        self.show_rows([row for row, _ in rows], [line for _, line in rows].__getitem__)
 
-    def show_rows(self, ids: Sequence[str], line: Callable[[int], Content], changed: Iterable[int]) -> None:
-        """As `set_rows`, with a function for the line of a row, which is asked for those in sight alone. `changed`: the
-        places of those that are drawn again where the ids are the same."""
+    def show_rows(self, ids: Sequence[str], line: Callable[[int], Content]) -> None:
+        """As `set_rows`, with a function for the line of a row, which is asked for those in sight alone."""
         chosen, same, self._line = self.selected, ids == self._ids, line
         if same:
-            for index in changed:
-                self.refresh_line(index)
+            # Textual would draw a row again that is the same, and all that lies between it and another one.
+            self._drawn = {index: self._drawn[index] for index in self.in_sight or () if index in self._drawn}
+            for index, drawn in self._drawn.items():
+                if not line(index).is_same(drawn):
+                    self.refresh_line(index)
             return
-        self._ids = ids
+        self._ids, self._drawn = ids, {}
         self._cursor = ids.index(chosen) if chosen in ids else (0 if ids else None)
         size = Size(max(1, self.container_size.width), len(ids))
         if size.height != self.virtual_size.height:
@@ -142,7 +142,8 @@ class RowList(ScrollView, can_focus=True):
             return Strip.blank(width, self.rich_style)
         part = "row-list--cursor" if index == self._cursor else "row-list--row"
         style = self.get_visual_style(part)
-        strips = Visual.to_strips(self, self._line(index), width, 1, style)
+        line = self._drawn[index] = self._line(index)
+        strips = Visual.to_strips(self, line, width, 1, style)
         return strips[0].adjust_cell_length(width, style.rich_style) if strips else Strip.blank(width, style.rich_style)
 
 

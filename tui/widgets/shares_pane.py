@@ -31,6 +31,7 @@ class SharesPane(Pane, can_focus=True):
     NAME = "calibration"
     NUMBER = "3"
     HINTS = ("calibrate", "scaling", "enter")
+    UNSEEN = Pane.UNSEEN | {"runs"}
 
     def compose(self) -> ComposeResult:
         yield Text(id="shares", wraps=True)
