@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from rich.text import Text
 from textual.app import App, SuspendNotSupported
 from textual.binding import Binding, BindingType
-from textual.content import Content
 from textual.events import Event, InputEvent
 from textual.worker import Worker
 
@@ -65,7 +64,7 @@ from tui.poller import (
     Trouble,
 )
 from tui.screens.chat import Chat
-from tui.screens.configuration import Configuration, Line, editor_at, fault_rows, value_rows
+from tui.screens.configuration import Configuration, Row, editor_at, fault_rows, value_rows
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import (
     Confirm,
@@ -545,7 +544,7 @@ class FlightDeckApp(App[None]):
         self.store.change(edits=())
         if changes:
             # Read again, the file must not have the former values put over it.
-            self.poller.overrides = {key: value for key, value in self.poller.overrides.items() if key not in changes}
+            self.poller.overrides = api.with_settings(config, changes, "settings").overrides
         self._request(self.client.launch_with(config, changes) if changes else self.client.launch(config))
 
     def _ask_settings(self, config: Config) -> None:
@@ -603,9 +602,9 @@ class FlightDeckApp(App[None]):
         self._open_editor(self.state.config.file, None)
 
     def _open_editor(self, file: Path, line: int | None) -> None:
-        """Its faults are shown once it has been read again."""
-        editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+        """The faults that it leaves are shown once the file has been read again."""
         self._edited_here = True
+        editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
         self._in_terminal(
             "the editor", "this machine", f"editing {file}", lambda: editor_at(shlex.split(editor), file, line)
         )
@@ -613,47 +612,34 @@ class FlightDeckApp(App[None]):
     def do_configuration(self) -> None:
         """The values that count, or the faults of the file as it is now."""
         assert self.state.config is not None and self.state.config.file is not None
-        self._request(self._show_configuration(self.state.config.file))
+        self._request(self._show_configuration(self.state.config.file, self.size.width))
 
-    async def _show_configuration(self, file: Path) -> None:
-        width = self.size.width
-
-        def read() -> tuple[str, list[tuple[Content, Line | None]]]:
+    async def _show_configuration(self, file: Path, width: int) -> None:
+        def read() -> tuple[str, list[Row]]:
             try:
                 return file.name, value_rows(api.effective(file, self.poller.overrides), width)
             except ConfigError as error:
                 return f"{file.name} is refused", fault_rows(api.placed(error), width)
 
-        def chosen(line: Line | None) -> None:
-            if line is not None:
-                self._open_editor(*line)
-
         title, rows = await asyncio.to_thread(read)
-        self.push_screen(Configuration(title, rows, editable=not self.state.read_only), chosen)
+        screen = Configuration(title, rows, editable=not self.state.read_only)
+        self.push_screen(screen, lambda line: self._open_editor(*line) if line is not None else None)
 
     def do_switch(self) -> None:
         shown = self.state.config.file if self.state.config is not None else None
         self._request(self._switch(shown.parent if shown is not None else Path.cwd(), shown))
 
     async def _switch(self, folder: Path, shown: Path | None) -> None:
-        files = await asyncio.to_thread(api.configurations, folder)
-        keys = string.digits[1:] + string.ascii_uppercase
+        listed = await asyncio.to_thread(api.configurations, folder)
+        files = dict(zip(string.digits[1:] + string.ascii_uppercase, listed, strict=False))
+        here = "it is the one that is shown"
         choices = [
-            DialogChoice(
-                key,
-                file.path.name,
-                f"{file.config.job.name} on {plural(len(file.config.nodes), 'node')}" if file.config else "",
-                "it is the one that is shown" if file.path == shown else file.fault or None,
-            )
-            for key, file in zip(keys, files, strict=False)
+            DialogChoice(key, file.path.name, file.about, here if file.path == shown else file.fault or None)
+            for key, file in files.items()
         ]
-
-        def chosen(key: str | None) -> None:
-            if key is not None:
-                self.poller.read_file(files[keys.index(key)].path)
-
         if choices:
-            self.push_screen(Choices("configurations", self.state, text_width(self.size.width), choices), chosen)
+            screen = Choices("configurations", self.state, text_width(self.size.width), choices)
+            self.push_screen(screen, lambda key: self.poller.read_file(files[key].path) if key is not None else None)
         else:
             self.say(f"no configuration in {folder}: `flightdeck init` writes one")
 

@@ -279,8 +279,7 @@ def _cluster(commands: Commands) -> None:
         "config",
         "config.config",
         "the configuration that counts, each value with where it was set",
-        ("flightdeck config", "what is set, and all of [job]"),
-        ("flightdeck config --all --set learning_rate=1e-5", "every key"),
+        ("flightdeck config --set learning_rate=1e-5", "what is set, and all of [job]"),
         ("flightdeck config --schema > flightdeck.schema.json", "for editors: keys, forms and what they mean"),
         adopts=False,
     )

@@ -92,7 +92,7 @@ class EnvironmentsApi:
         configuration as it is then. Raises InputError, ConfigError, StateError."""
         write_pythons(config, {plan.ssh: plan.python for plan in plans})
         assert config.file is not None
-        changed = load_config(config.file)
+        changed = load_config(config.file, config.overrides)
         self._nodes.accept(changed.digest)
         return changed
 

@@ -134,7 +134,7 @@ class LaunchesApi:
         if not history.record.state.ended:
             why = f"it is {history.record.state}"
             raise InputError(f"{directory.id} has not ended", why=why, todo="wait for its end, or abort it")
-        config = with_settings(plan.config, settings, "the changes") if settings else history.plan_on(plan, ()).config
+        config = with_settings(plan.config, settings, "--set") if settings else history.plan_on(plan, ()).config
         if history.training is not None and (changed := await self._changed(config, history.training)):
             if not accept_changed:
                 todo = f"put them back, or go on all the same: flightdeck repeat {directory.id} --accept-changed"

@@ -70,6 +70,7 @@ def with_settings(config: Config, changes: Settings, source: str) -> Config:
     read = read_document(table, config.folder)
     replaced = {SAME_KEYS.get(key) for key in changes} | changes.keys()
     update = {"overrides": {key: value for key, value in config.overrides.items() if key not in replaced}}
+    read = read.model_copy(update={"job": read.job.model_copy(update={"unused": config.job.unused})})
     return config.model_copy(update={name: getattr(read, name) for name in ("job", *SECTIONS)} | update)
 
 

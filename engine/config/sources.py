@@ -20,7 +20,7 @@ from engine.config.load import load_config
 from engine.config.mlx_lm_keys import KEYS
 from engine.config.models import SECTIONS, Config
 from engine.config.overrides import Settings, overridden
-from engine.errors import ConfigError, ConfigFault
+from engine.errors import ConfigError, ConfigFault, plural
 from engine.protocol.job import AUTO
 from engine.security.redact import REDACTED, is_public
 from engine.security.sanitise import sanitise_text
@@ -72,6 +72,10 @@ class FoundConfiguration:
     config: Config | None
     fault: str = ""
     """The first, of one that is refused."""
+
+    @property
+    def about(self) -> str:
+        return f"{self.config.job.name} on {plural(len(self.config.nodes), 'node')}" if self.config is not None else ""
 
 
 def effective(file: Path, overrides: Settings = MappingProxyType({}), *, every: bool = False) -> list[ConfigValue]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.config.edit import write_settings
 from engine.config.load import load_config
 from tests.tui.commands import flightdeck
 from tests.tui.conftest import SMALL, opened
@@ -67,6 +68,20 @@ async def test_another_file_of_the_folder_counts_once_it_is_chosen(
         assert console.app.state.edits == ()
 
 
+async def test_what_the_form_writes_counts_over_what_was_set_beside_the_file(
+    fake: FakeEngine, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "load_config", load_config)
+    monkeypatch.setattr(fake, "write_settings", write_settings)
+    async with opened(fake, config=file, overrides={"learning_rate": 1e-3, "seed": 7}, size=SMALL) as console:
+        await console.press("n", "c", *"2e-3", "enter", "enter")
+        await console.until(lambda: len(fake.launched) == 1, "the launch")
+        job = fake.launched[0].job.mlx_lm
+        assert (job["learning_rate"], job["seed"]) == (2e-3, 7)
+        assert console.app.poller.overrides == {"seed": 7}
+    assert "learning_rate = 0.002" in file.read_text() and "seed" not in file.read_text()
+
+
 @pytest.mark.parametrize(
     ("editor", "line", "command"),
     [
@@ -88,4 +103,5 @@ def test_the_command_prints_each_value_with_its_source(home: Path, file: Path) -
     document: dict[str, Any] = json.loads(flightdeck(home, "config", "--json", "--all", cwd=file.parent).out)
     assert {"key": "recovery.max_restarts", "value": 3, "source": "default"} in document["values"]
     assert flightdeck(home, "config", "--set", "seed=1,2", cwd=file.parent).code == 2
+    assert flightdeck(home, "resume", "last", "--set", "seed=1", cwd=file.parent).code == 2
     assert json.loads(flightdeck(home, "config", "--schema").out)["title"] == "flightdeck.toml"

@@ -61,7 +61,7 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
         for line in written:
             lines.say(f"  {line}")
         return ExitCode.OK
-    return ExitCode.OK if made.strategy.launchable and not made.refused else ExitCode.FAILED
+    return ExitCode.OK if _launchable(made) else ExitCode.FAILED
 
 
 def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]) -> int:
@@ -74,26 +74,28 @@ def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]
     async def make() -> list[TrainingPlan]:
         async with engine:
             facts = await engine.nodes.probe(configs[0])
-            return [
-                await engine.launches.plan(
-                    with_strategy(config, options.strategy, options.layer_split), strategy=options.strategy, facts=facts
-                )
+            chosen = [with_strategy(config, options.strategy, options.layer_split) for config in configs]
+            return [await engine.launches.plan(one, strategy=options.strategy, facts=facts) for one in chosen]
+
+    plans = dict(zip([config.job.name for config in configs], asyncio.run(make()), strict=True))
+    if options.json or options.format is not None:
+        print_json(
+            [
+                {"settings": config.overrides, "plan": plans[config.job.name].document(options.format or "v2")}
                 for config in configs
             ]
-
-    plans, lines = asyncio.run(make()), Lines()
-    if options.json or options.format is not None:
-        runs = zip(configs, plans, strict=True)
-        documents = [(config.overrides, made.document(options.format or "v2")) for config, made in runs]
-        print_json([{"settings": settings, "plan": document} for settings, document in documents])
+        )
     else:
-        width = max(len(config.job.name) for config in configs) + 2
-        for config, made in zip(configs, plans, strict=True):
-            refused = "; ".join(f"{refusal.name}: {refusal.text}" for refusal in made.refusals)
-            rows = dict(summary(made))
-            text = refused or "; ".join(rows[label] for label in ("memory", "throughput") if label in rows)
-            lines.wrap(f"{config.job.name:<{width}}", text, width)
-    return ExitCode.OK if all(made.strategy.launchable and not made.refused for made in plans) else ExitCode.FAILED
+        width = max(map(len, plans)) + 2
+        for name, made in plans.items():
+            rows, refused = dict(summary(made)), [f"{refusal.name}: {refusal.text}" for refusal in made.refusals]
+            texts = refused or [rows[label] for label in ("memory", "throughput") if label in rows]
+            Lines().wrap(f"{name:<{width}}", "; ".join(texts), width)
+    return ExitCode.OK if all(map(_launchable, plans.values())) else ExitCode.FAILED
+
+
+def _launchable(made: TrainingPlan) -> bool:
+    return made.strategy.launchable and not made.refused
 
 
 def _capacity(options: argparse.Namespace, engine: Engine) -> int:

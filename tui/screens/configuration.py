@@ -22,29 +22,28 @@ if TYPE_CHECKING:
 
 Line = tuple[Path, int | None]
 """A file, and the line from 1."""
+Row = tuple[Content, Line | None]
 _FRAME: Final = 8
 """Cells of a line beside its text."""
 _GOTO: Final = {"code": ("-g", "{}:{}"), "codium": ("-g", "{}:{}"), "cursor": ("-g", "{}:{}"), "subl": ("{}:{}",)}
 """How editors that do not take +LINE open a file at a line."""
 
 
+class _Rows(OptionList):
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("j", "cursor_down"), Binding("k", "cursor_up")]
+
+
 class Configuration(ModalScreen[Line]):
     """Answers the file and line of what was selected, where it has some."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,E", "dismiss(None)", show=False),
-        Binding("j", "down", show=False),
-        Binding("k", "up", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,E", "dismiss(None)", show=False)]
 
-    def __init__(self, title: str, rows: Sequence[tuple[Content, Line | None]], *, editable: bool) -> None:
+    def __init__(self, title: str, rows: Sequence[Row], *, editable: bool) -> None:
         super().__init__()
-        self._heading = title
-        self._rows = rows
-        self._editable = editable
+        self._heading, self._rows, self._editable = title, rows, editable
 
     def compose(self) -> ComposeResult:
-        box = OptionList(*(text for text, _ in self._rows), id="configuration", markup=False)
+        box = _Rows(*(text for text, _ in self._rows), id="configuration", markup=False)
         box.border_title = Content(self._heading)
         box.border_subtitle = "enter opens the editor there · esc back" if self._editable else "esc back"
         yield box
@@ -54,17 +53,11 @@ class Configuration(ModalScreen[Line]):
         if self._editable and line is not None:
             self.dismiss(line)
 
-    def action_down(self) -> None:
-        self.query_one(OptionList).action_cursor_down()
 
-    def action_up(self) -> None:
-        self.query_one(OptionList).action_cursor_up()
-
-
-def value_rows(values: Sequence[ConfigValue], width: int) -> list[tuple[Content, Line | None]]:
+def value_rows(values: Sequence[ConfigValue], width: int) -> list[Row]:
     keys = max(len(value.key) for value in values) + 2
     room = max(8, width - _FRAME - keys - max(len(value.source) for value in values) - 2)
-    rows: list[tuple[Content, Line | None]] = []
+    rows = list[Row]()
     for value in values:
         text = f"{shortened(value.text, room):<{room}}  "
         line = (value.file, value.line) if value.file is not None else None
@@ -72,8 +65,8 @@ def value_rows(values: Sequence[ConfigValue], width: int) -> list[tuple[Content,
     return rows
 
 
-def fault_rows(faults: Sequence[PlacedFault], width: int) -> list[tuple[Content, Line | None]]:
-    rows: list[tuple[Content, Line | None]] = []
+def fault_rows(faults: Sequence[PlacedFault], width: int) -> list[Row]:
+    rows = list[Row]()
     for fault in faults:
         label = f"line {fault.line}" if fault.line is not None else fault.file.name
         lines = [pair(label, fault.text, width - _FRAME), pair("", fault.what, width - _FRAME, style="$error")]
