@@ -141,11 +141,13 @@ _SHOWN = 60
 
 
 def write_settings(config: Config, changes: Settings, *, backup: bool = False) -> Path | None:
-    """Write the settings into [job] of the configuration's file, each in place of its own line or at the end of its
+    """Write the settings into the configuration's file, each in place of its own line or at the end of its
     table; all else stays as it is. With `backup` the former text is in the file whose path is returned. Raises
     InputError where there is no file, or it has a form that is only for a person to change; ConfigError, StateError."""
     if config.file is None:
         raise InputError("there is no file to write to", why="this configuration was not read from one")
+    if others := [key for key in changes if path_of(key)[0] in _NODE_TABLES]:
+        raise InputError(f"{', '.join(others)} cannot be written", todo=f"change it in {config.file}")
     path = config.file.resolve()
     before = read_text(path, "a flightdeck.toml")
     text, wanted = before.splitlines(), overridden(tomllib.loads(before), changes, path.parent)[0]
@@ -164,7 +166,7 @@ def write_settings(config: Config, changes: Settings, *, backup: bool = False) -
         as_wanted = False
     if not as_wanted:
         todo = "write into [job]: " + "; ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
-        raise InputError("the keys cannot be set", where=str(path), why="[job] has an unusual form", todo=todo)
+        raise InputError("the keys cannot be set", where=str(path), why="the file has an unusual form", todo=todo)
     names = (f"{path.name}.bak{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
     kept = next(file for name in names if not (file := path.with_name(name)).exists())
     try:
@@ -184,6 +186,8 @@ def _header(table: str) -> re.Pattern[str]:
 def _set(text: list[str], table: str, key: str, value: object) -> None:
     """Set the key of [table] among the lines of a file."""
     header, line = _header(table), f"{key} = {toml_value(value)}"
+    if not any(map(header.fullmatch, text)):
+        text += ["", f"[{table}]"]
     first = next((number for number, line in enumerate(text, 1) if header.fullmatch(line)), len(text))
     end = next((number for number in range(first, len(text)) if _TABLE.match(text[number])), len(text))
     while end > first and not (text[end - 1].strip() and text[end - 1].lstrip()[0] != "#"):

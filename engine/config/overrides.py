@@ -29,6 +29,7 @@ MOST_RUNS: Final = 256
 _WORDS: Final = re.compile(r"[^\s,\"'\[\]{}]+(\s*,\s*[^\s,\"'\[\]{}]+)+")
 _ONE_TEXT: Final = ("layer_split", "report_to")
 """Keys whose single value has commas."""
+_NAME: Final = ("name", "job.name")
 _SHORT: Final = {"learning_rate": "lr", "batch_size": "batch", "max_seq_length": "length", "num_layers": "layers"}
 
 
@@ -36,7 +37,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     """The settings of `key=value` texts, as `grid` reads them. Raises InputError, also for a grid."""
     runs = grid(texts)
     if len(runs) > 1:
-        todo = "give each key one value; `flightdeck plan` shows a grid; quote a text that has commas"
+        todo = "give each key one value, or `flightdeck launch --queue` the grid; quote a text that has commas"
         raise InputError(f"--set asks for {len(runs)} runs", why="one is started at a time", todo=todo)
     return runs[0]
 
@@ -75,14 +76,14 @@ def parse_value(text: str) -> Any:
 def named(job: str, runs: Sequence[Settings]) -> list[dict[str, Any]]:
     """The runs of a grid, each with a `name` of its own made of the job's and of what differs between them:
     "support-lr5e-05-seed2"."""
-    varied = [key for key in runs[0] if len({repr(run[key]) for run in runs}) > 1]
-    if not {"name", "job.name"}.isdisjoint(varied):
-        return [dict(run) for run in runs]
+    several = [key for key in runs[0] if len({repr(run[key]) for run in runs}) > 1]
+    varied = [key for key in several if key not in _NAME]
     names: list[str] = []
     for number, run in enumerate(runs, 1):
+        base = str(next((run[key] for key in _NAME if key in run), job))
         parts = [f"{_SHORT.get(key) or key.rpartition('.')[2]}{_short(run[key])}" for key in varied]
-        ending = make_identifier("-".join(parts), str(number))
-        name = make_identifier(f"{job[: max(8, MAX_IDENTIFIER_LENGTH - len(ending) - 1)]}-{ending}", "job")
+        ending = make_identifier("-".join(["", *parts]), "")
+        name = make_identifier(f"{base[: max(8, MAX_IDENTIFIER_LENGTH - len(ending) - 1)]}-{ending}", "job")
         # One that was cut may be another's.
         names.append(name if name not in names else f"{name[: MAX_IDENTIFIER_LENGTH - 4]}-{number}")
     return [{**run, "name": name} for run, name in zip(runs, names, strict=True)]

@@ -79,12 +79,12 @@ def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]
 
     plans = dict(zip([config.job.name for config in configs], asyncio.run(make()), strict=True))
     if options.json or options.format is not None:
-        print_json(
-            [
-                {"settings": config.overrides, "plan": plans[config.job.name].document(options.format or "v2")}
-                for config in configs
-            ]
-        )
+        documents = []
+        for config in configs:
+            settings = config.job.redactor().document(config.overrides)
+            document = plans[config.job.name].document(options.format or "v2")
+            documents.append({"settings": settings, "plan": document})
+        print_json(documents)
     else:
         width = max(map(len, plans)) + 2
         for name, made in plans.items():

@@ -25,6 +25,8 @@ Line = tuple[Path, int | None]
 Row = tuple[Content, Line | None]
 _FRAME: Final = 8
 """Cells of a line beside its text."""
+_KEY: Final = 23
+"""Cells that a key has; one that is longer takes some of its value's."""
 _GOTO: Final = {"code": ("-g", "{}:{}"), "codium": ("-g", "{}:{}"), "cursor": ("-g", "{}:{}"), "subl": ("{}:{}",)}
 """How editors that do not take +LINE open a file at a line."""
 
@@ -55,13 +57,13 @@ class Configuration(ModalScreen[Line]):
 
 
 def value_rows(values: Sequence[ConfigValue], width: int) -> list[Row]:
-    keys = max(len(value.key) for value in values) + 2
-    room = max(8, width - _FRAME - keys - max(len(value.source) for value in values) - 2)
     rows = list[Row]()
     for value in values:
+        key = f"{value.key:<{_KEY}}  "
+        room = max(8, width - _FRAME - len(key) - len(value.source) - 2)
         text = f"{shortened(value.text, room):<{room}}  "
         line = (value.file, value.line) if value.file is not None else None
-        rows.append((Content.assemble((f"{value.key:<{keys}}", "bold"), text, (value.source, MUTED)), line))
+        rows.append((Content.assemble((key, "bold"), text, (value.source, MUTED)), line))
     return rows
 
 
@@ -70,7 +72,8 @@ def fault_rows(faults: Sequence[PlacedFault], width: int) -> list[Row]:
     for fault in faults:
         label = f"line {fault.line}" if fault.line is not None else fault.file.name
         lines = [pair(label, fault.text, width - _FRAME), pair("", fault.what, width - _FRAME, style="$error")]
-        rows.append((Content("\n").join(lines), (fault.file, fault.line)))
+        # "--set" is none.
+        rows.append((Content("\n").join(lines), (fault.file, fault.line) if fault.file.is_file() else None))
     return rows
 
 

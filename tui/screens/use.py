@@ -104,12 +104,12 @@ class Choices(Dialog[str]):
     def _drawn(self) -> list[Content]:
         if not self._choices:
             return [Content.styled("reading what the run has left", MUTED)]
-        lines = []
+        lines, room = [], max(10, *(len(choice.label) for choice in self._choices)) + 1
         for at, choice in enumerate(self._choices):
             mark = (">" if self._glyphs.ascii else "▸") if at == self._cursor else " "
             text = choice.help if choice.why_not is None else f"not now: {choice.why_not}"
             style = "bold $text-primary" if choice.why_not is None else MUTED
-            line = pair(f"{choice.label:<10}", text, self._width - 5, indent=11)
+            line = pair(choice.label, text, self._width - 5, indent=room)
             lines.append(_indented(Content.assemble(mark, " ", (choice.key, style), "  "), line))
         return [*lines, Content(""), Content.styled("a letter or enter chooses, esc leaves", MUTED)]
 

@@ -51,6 +51,15 @@ def test_settings_are_written_where_they_are_and_all_else_stays(path: Path) -> N
     assert path.with_name("flightdeck.toml.bak").read_text() == FILE, "the first way back is kept"
 
 
+def test_keys_of_other_tables_are_written_too_but_not_a_nodes(path: Path) -> None:
+    write_settings(load_config(path), {"checkpoint.every": 7, "ui.ascii": True, "job.seed": 3})
+    config = load_config(path)
+    assert (config.checkpoint.every, config.ui.ascii, config.job.mlx_lm["seed"]) == (7, True, 3)
+    assert path.read_text().endswith("[ui]\nascii = true\n\n[checkpoint]\nevery = 7\n")
+    with pytest.raises(InputError, match=r"node\.node0\.python cannot be written"):
+        write_settings(config, {"node.node0.python": "/x"})
+
+
 def test_one_key_of_a_table_that_only_the_yaml_has_is_written_with_the_others(path: Path) -> None:
     path.write_text('[[node]]\n[job]\nconfig = "lora.yaml"\nmodel = "m"\ndata = "d"\n')
     (path.parent / "lora.yaml").write_text("lora_parameters: {rank: 4, scale: 7.0, dropout: 0.0}\nepochs: 2\n")

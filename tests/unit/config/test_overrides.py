@@ -79,6 +79,8 @@ def test_the_names_of_a_grid_differ_and_are_accepted(path: Path) -> None:
     names = [config.job.name for config in load_grid(path, [f"project_name={long}"])]
     assert len(set(names)) == 12 and all(len(name) <= 64 for name in names)
     assert [run["name"] for run in named("support", grid(["name=a,b"]))] == ["a", "b"]
+    both = [run["name"] for run in named("support", grid(["name=a,b", "seed=1,2"]))]
+    assert both == ["a-seed1", "a-seed2", "b-seed1", "b-seed2"]
 
 
 def test_they_go_over_the_file_and_its_yaml_and_one_way_to_say_it_over_the_other(path: Path) -> None:
