@@ -396,7 +396,6 @@ class Notification:
 @dataclass(frozen=True)
 class ChannelAnswer:
     channel: str
-    """ "desktop", "command", "webhook 1", …"""
     sent: bool
     answer: str
     """The reply, or why it was not sent, without secrets."""

@@ -50,10 +50,6 @@ def _nothing_to_launch(state: DeckState) -> str | None:
     return None
 
 
-def _unnotified(state: DeckState) -> str | None:
-    return None if state.config is not None and state.config.notify.active else "[notify] has no channel"
-
-
 def _failures(state: DeckState) -> str | None:
     failures = state.failures()
     return f"preflight has {plural(failures, 'failure')}: r checks again" if failures else None
@@ -249,7 +245,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("edit", ("e",), "edit", "Edit the configuration in $EDITOR; it is read again at once", "run",
            why_not=_first(_loading, _edit)),
     Action("notify_test", ("ctrl+t",), "notify", "Send a test by each channel of [notify]", "run",
-           why_not=_first(_loading, _nothing_to("test"), _unnotified)),
+           why_not=_first(_loading, _nothing_to("test"))),
     Action("switch", ("F",), "file", "Switch to another configuration of the folder", "run",
            why_not=_first(_loading, _busy)),
     Action("setup", ("i",), "set up", "Set up the nodes and the job step by step, and write flightdeck.toml", "run",

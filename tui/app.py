@@ -52,17 +52,7 @@ from tui.fixes import CableSetup, CheckFix, FixCommand, HostKeyFix, fix_for
 from tui.formatting import shortened, size, terminal_notification
 from tui.gc_pauses import GcScheduler
 from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
-from tui.poller import (
-    POLL_S,
-    ConfigEdited,
-    EngineFailed,
-    EngineReady,
-    Notified,
-    RunPoller,
-    RunsRead,
-    SnapshotTaken,
-    Trouble,
-)
+from tui.poller import POLL_S, ConfigEdited, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
 from tui.screens.chat import Chat
 from tui.screens.configuration import Configuration, Row, editor_at, fault_rows, value_rows
 from tui.screens.deck import DeckScreen
@@ -103,6 +93,7 @@ from tui.widgets.text import pair
 if TYPE_CHECKING:
     from engine.api import Config, Engine, TaskRequest
     from engine.models import NodeFacts, NodeTelemetry
+    from engine.snapshots import Notification
 
 SLOW_S: Final = 0.5
 """Between two reads or redraws over a slow link."""
@@ -368,17 +359,21 @@ class FlightDeckApp(App[None]):
         self.exit(return_code=message.exit_code, message=Text(message.fault))
 
     def on_snapshot_taken(self, message: SnapshotTaken) -> None:
-        self._latest = message
+        before, self._latest = self._latest, message
+        if before is not None and before.run == message.run:
+            self._show_news(before.snapshot.notifications, message.snapshot.notifications)
         if message.run == self._shown and not self.state.frozen:
             self._taken_at = self._clock()
             self.store.change(snapshot=message.snapshot, now=self._taken_at)
 
-    def on_notified(self, message: Notified) -> None:
-        notification, config = message.notification, self.state.config
-        if message.first and config is not None and config.notify.terminal and self._driver is not None:
-            self._driver.write(terminal_notification(f"{notification.title}: {notification.text}"))
-        for problem in notification.problems:
-            self.say(f"{notification.event} was not told by {problem}", severity="warning")
+    def _show_news(self, before: Sequence[Notification], now: Sequence[Notification]) -> None:
+        """Each notification that is new, and the channels by which one was not told."""
+        for place, news in enumerate(now):
+            config = self.state.config if place >= len(before) else None
+            if config is not None and config.notify.terminal and self._driver is not None:
+                self._driver.write(terminal_notification(f"{news.title}: {news.text}"))
+            for problem in news.problems if news not in before else ():
+                self.say(f"{news.event} was not told by {problem}", severity="warning")
 
     def on_runs_read(self, message: RunsRead) -> None:
         before = None if self.state.runs is None else {run.id for run in self.state.runs} | self._opened

@@ -344,7 +344,16 @@ def _cluster(commands: Commands) -> None:
         "them on each node over ssh -t (sudo asks for the password), and probe again; they last until a restart",
     )
     _models(commands)
-    _notify(commands)
+    notify = _command(
+        commands,
+        "notify",
+        "notify.notify",
+        "send a test by each channel of [notify], and say what came back; 1 when one failed",
+        ("flightdeck notify test", "as ./flightdeck.toml has them"),
+        adopts=False,
+    )
+    notify.add_argument("action", choices=("test",), help="send a test")
+    _config(notify)
     _command(
         commands,
         "doctor",
@@ -388,20 +397,6 @@ def _models(commands: Commands) -> None:
     models.add_argument("--replace", action="store_true", help="push of a folder: also files that differ there")
     models.add_argument("--yes", action="store_true", help="rm: without a question")
     _config(models)
-
-
-def _notify(commands: Commands) -> None:
-    notify = _command(
-        commands,
-        "notify",
-        "notify.notify",
-        "send a test by each channel of [notify], and say what came back; 1 when one failed",
-        ("flightdeck notify test", "desktop, command, webhooks and apprise, as flightdeck.toml has them"),
-        ("flightdeck notify test --json | jq '.channels[] | select(.sent | not)'", "those that failed"),
-        adopts=False,
-    )
-    notify.add_argument("action", choices=("test",), help="send a test")
-    _config(notify)
 
 
 def _environments(commands: Commands) -> None:

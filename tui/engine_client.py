@@ -468,7 +468,7 @@ class EngineClient:
         with self._request("notify"):
             if not self.engine.nodes.is_accepted(config, launch=True):
                 raise InputError("nobody has accepted what the configuration runs", todo="flightdeck notify test")
-            for answer in await self._loop.call(lambda: asyncio.to_thread(self.engine.test_notifications, config)):
+            for answer in await self._loop.call(lambda: asyncio.to_thread(self.engine.checks.notifications, config)):
                 self._notify(f"{answer.channel}: {answer.answer}", "information" if answer.sent else "error")
 
     async def abort(self, run: str, *, now: bool) -> None:

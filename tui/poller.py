@@ -23,7 +23,7 @@ from engine.errors import ConfigError
 if TYPE_CHECKING:
     from engine.api import Config, Engine, Prediction, RunWatch, Scaling
     from engine.models import NodeFacts, RunRecord
-    from engine.snapshots import Notification, RunSnapshot
+    from engine.snapshots import RunSnapshot
 
 
 class _Newest(Message):
@@ -69,14 +69,6 @@ class SnapshotTaken(_Newest):
 
     run: str
     snapshot: RunSnapshot
-
-
-@dataclass
-class Notified(Message):
-    """A notification of the followed run: `first`, when it is sent; and again with what became of it."""
-
-    notification: Notification
-    first: bool
 
 
 @dataclass
@@ -196,8 +188,6 @@ class RunPoller:
                         wait_s = self._poll_s
                     else:
                         wait_s = min(wait_s * 1.25, QUIET_POLLS * self._poll_s)
-                    if snapshot is not None:
-                        self._post_notifications(snapshot, fresh)
                     snapshot = fresh
                 self._read = followed
                 if monotonic() >= self._runs_due:
@@ -216,12 +206,6 @@ class RunPoller:
             idle = snapshot is None or ended or self._reported is not None
             self._wake.wait(max(self._poll_s, ENDED_POLL_S) if idle else wait_s)
             self._wake.clear()
-
-    def _post_notifications(self, before: RunSnapshot, fresh: RunSnapshot) -> None:
-        count = len(before.notifications)
-        for place, notification in enumerate(fresh.notifications):
-            if place >= count or notification != before.notifications[place]:
-                self._post(Notified(notification, place >= count))
 
     def _load(self) -> Engine | None:
         try:

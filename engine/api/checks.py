@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
@@ -18,8 +19,11 @@ from engine.checks.rsync import sync_workdirs
 from engine.checks.runner import run_checks, validate_skip
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus, PreflightReport, SyncReport
+from engine.notify.channels import notification, send_to_all
 from engine.security.audit import audit_log
+from engine.snapshots import ChannelAnswer
 
 
 class ChecksApi:
@@ -64,6 +68,13 @@ class ChecksApi:
             if folder is not None and not inspection.faults:
                 await copy_data(context, inspection, folder)
             return inspection
+
+    def notifications(self, config: Config) -> list[ChannelAnswer]:
+        """Send a test by each channel of [notify] (up to 45 s; blocking). Raises InputError where there is none."""
+        if not config.notify.active:
+            todo = 'add desktop = true, terminal = true, command = […], webhooks = […] or apprise = ["env:NAME"]'
+            raise InputError("[notify] has no channel", where=str(config.file), todo=todo)
+        return send_to_all(config, notification("end", "a test of flightdeck", f"from {socket.gethostname()}"))
 
     async def doctor(self) -> list[CheckResult]:
         """Check this machine for a run of its own."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.api.session import Session
-from engine.errors import InputError
 
 if TYPE_CHECKING:
     from engine.api.calibrations import CalibrationsApi
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from engine.api.setup import SetupApi
     from engine.api.tasks import TasksApi
     from engine.config.models import Config
-    from engine.snapshots import ChannelAnswer
 
 
 class Engine(Session):
@@ -54,15 +52,6 @@ class Engine(Session):
         from engine.demo import demo_config
 
         return demo_config(self.home, ranks=ranks, iters=iters)
-
-    def test_notifications(self, config: Config) -> list[ChannelAnswer]:
-        """Send a test by each channel of [notify] (up to 45 s; blocking). Raises InputError where there is none."""
-        from engine.notify.channels import send_to_all, trial
-
-        if not config.notify.active:
-            todo = 'add desktop = true, terminal = true, command = […], webhooks = […] or apprise = ["env:NAME"]'
-            raise InputError("[notify] has no channel", where=str(config.file), todo=todo)
-        return send_to_all(config, trial())
 
     @cached_property
     def nodes(self) -> NodesApi:

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import Any, Final, NoReturn
 
 from engine.api.engine import Engine
-from engine.config.models import Config
 from engine.errors import InputError
 
 _READS: Final[dict[str, Collection[str]]] = {
@@ -39,9 +38,6 @@ class ReadOnlyEngine(Engine):
 
     def demo_config(self, *, ranks: int = 2, iters: int = 60) -> NoReturn:
         raise _refused("demo_config")
-
-    def test_notifications(self, config: Config) -> NoReturn:
-        raise _refused("test_notifications")
 
     async def close(self) -> None:
         await self._engine.close()

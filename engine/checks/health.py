@@ -17,6 +17,8 @@ from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, memory_text, plural
 from engine.models import CheckResult, NodeFacts
+from engine.node.probes.load import UPDATES
+from engine.security.sanitise import plain
 
 NAME = "health_check"
 DISK_WARN_BYTES = 1_000_000_000
@@ -35,6 +37,11 @@ GPU_MEMORY_BYTES = 1 << 30
 _PROBE_LIMIT_S = 20.0
 _PREVENTED = re.compile(r"^\s*(PreventUserIdleSystemSleep|PreventSystemSleep)\s+([01])\s*$", re.MULTILINE)
 _NVIDIA = re.compile(r"^\s*(\d{1,10})\s*,\s*(\d{1,9})\s*,\s*(.{1,200}?)\s*$", re.MULTILINE)
+
+_POWER_EVENT = re.compile(r"^\s*(?:\[\d+\]\s+)?((?:sleep|shutdown|restart) at .{1,100})$", re.MULTILINE)
+_EVENTS_SHOWN = 3
+_ENERGY = re.compile(r"^ (\w+) +(\d{1,6})\s*$", re.MULTILINE)
+_LIT = "its display never sleeps, and can panic a Mac that trains (mlx#3267); or set display_sleep = true in [job]"
 
 HeartbeatResult = tuple[float | None, float] | FlightDeckError
 """A node's round trip in seconds (None for this machine), and when that was, by the monotonic clock."""
@@ -70,6 +77,7 @@ def evaluate(
         _check_swap(facts[node.name], on_node)
         _check_power(facts[node.name], on_node)
         _check_load(facts[node.name], loads[node.name], on_node)
+        _check_energy(config, loads[node.name], on_node)
         if config.job.framework == "torch" or facts[node.name].mlx_device == "CUDA":
             _check_limits(loads[node.name], on_node)
     return findings.verdict(f"{plural(len(config.nodes), 'node')} alive and idle")
@@ -144,6 +152,30 @@ def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> N
         findings.passed.append(f"sleep {now[sleep_prevented(load.assertions)]}, a run holds caffeinate")
 
 
+def _check_energy(config: Config, load: LoadResult, findings: NodeFindings) -> None:
+    """Settings of a Mac by which a night's work ends. A run's caffeinate holds off idle sleep, but no event."""
+    if isinstance(load, FlightDeckError):
+        return
+    repeated, _, once = load.energy.partition("Scheduled power events")
+    for text, command, zone in ((repeated, "repeat cancel", ""), (once, "schedule cancelall", " UTC")):
+        for event in _POWER_EVENT.findall(text)[:_EVENTS_SHOWN]:
+            effect = "cancels these power events, also those that wake it; pmset makes them again"
+            findings.warn(f"macOS is to {plain(event, 100)}{zone}", Fix(f"sudo pmset {command}", effect))
+    if "AutomaticallyInstallMacOSUpdates = 1;" in load.energy:
+        command = f"sudo defaults write {UPDATES} AutomaticallyInstallMacOSUpdates -bool"
+        effect = f"updates of macOS wait for somebody; `{command} true` takes that back"
+        findings.warn("macOS installs its updates by itself, and restarts for them", Fix(f"{command} false", effect))
+    settings = dict(_ENERGY.findall(load.energy.rpartition("AC Power:")[2]))
+    for name, value, message in (
+        ("sleep", 0, "it goes to sleep when no run keeps it awake, as between two runs"),
+        *([] if config.job.display_sleep else [("displaysleep", 10, _LIT)]),
+        ("autorestart", 1, "it stays off after a power failure"),
+    ):
+        if name in settings and (settings[name] == "0") is (value > 0):
+            back = f"`sudo pmset -c {name} {settings[name]}` takes that back"
+            findings.warn(message, Fix(f"sudo pmset -c {name} {value}", back))
+
+
 def _check_gpu_memory(facts: NodeFacts, load: SystemLoad, findings: NodeFindings) -> None:
     if load.nvidia is None:
         findings.warn("what holds its GPU's memory is not known: nvidia-smi gave no list")
@@ -190,6 +222,6 @@ def sleep_prevented(assertions: str) -> bool | None:
 
 
 CHECK = Check(
-    NAME, "heartbeat, disk, swap, other load, Low Power Mode, sleep", run, time_limit_s=_PROBE_LIMIT_S + 30,
+    NAME, "heartbeat, disk, swap, other load, energy settings, updates", run, time_limit_s=_PROBE_LIMIT_S + 30,
     label="health", needs=(connectivity.NAME,),
 )  # fmt: skip

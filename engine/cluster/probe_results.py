@@ -437,6 +437,7 @@ class SystemLoad(FrozenModel):
     """Memory that a process may lock, where that is limited and there is InfiniBand."""
     ioreg: Annotated[str, Field(max_length=100_000)] = ""
     assertions: Annotated[str, Field(max_length=1_000_000)] = ""
+    energy: Annotated[str, Field(max_length=100_000)] = ""
     caffeinate: bool | None = None
     """None where there is no such thing."""
 

@@ -178,10 +178,7 @@ def _characters(op: str, value: Any) -> frozenset[str]:
 
 
 def web_address_form(text: object) -> str | None:
-    """http:// or https:// without user and password, or env:NAME."""
-    if re.fullmatch(r"env:[A-Za-z_]\w{0,99}", str(text), re.ASCII):
-        return None
-    address = re.fullmatch(r"https?://[^\s/?#@]+([/?][!-~]*)?", str(text))
+    address = re.fullmatch(r"env:[A-Za-z_]\w{0,99}|https?://[^\s/?#@]+([/?][!-~]*)?", str(text), re.ASCII)
     return None if address else "an http:// or https:// address without user and password, or env:NAME"
 
 

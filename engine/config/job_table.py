@@ -22,7 +22,7 @@ from engine.security.identifiers import make_identifier
 
 OWN_KEYS = (
     *("name", "framework", "command", "script", "elastic", "logging_dir", "metrics", "env", "strategy"),
-    *("layer_split", "data_quality_report", "chunking", "chunk_size"),
+    *("layer_split", "data_quality_report", "chunking", "chunk_size", "display_sleep"),
 )
 _TRACKER_KEYS = ("report_to", "project_name")
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")

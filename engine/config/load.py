@@ -357,14 +357,12 @@ def programs_digest(config: Config) -> str:
 
 
 def _receivers(config: Config) -> list[tuple[str, str]]:
-    """Programs and hosts that notifications go to, and the variables that these are sent. An address may be a
-    secret."""
-    notify = config.notify
-    receivers = [("the notify command", shlex.join(notify.command))] * bool(notify.command)
-    for webhook in notify.webhooks:
-        host = urlsplit(webhook.url).hostname or webhook.url
-        receivers.append(("a notification to", " with ".join(filter(None, (host, webhook.token)))))
-    return receivers + [("a notification by apprise to", address) for address in notify.apprise]
+    """Programs and hosts that notifications go to. Another part of an address may be a secret."""
+    notify, to = config.notify, "a notification to"
+    webhooks = [(urlsplit(webhook.url).hostname or webhook.url, webhook.token) for webhook in notify.webhooks]
+    receivers = [(to, f"{host} with {token}" if token else host) for host, token in webhooks]
+    receivers += [(to, f"{address} by apprise") for address in notify.apprise]
+    return [*([("the notify command", shlex.join(notify.command))] if notify.command else []), *receivers]
 
 
 def _variables(job: JobConfig) -> list[str]:

@@ -158,6 +158,9 @@ class JobConfig(_Section):
     """Stream large datasets in chunks instead of keeping them in memory."""
     chunk_size: int = Field(default=50_000, ge=1)
     """Examples per chunk. Smaller datasets are not streamed."""
+    display_sleep: bool = False
+    """Put each Mac's display to sleep when an attempt starts, and wake it at its end: a display that is lit can panic
+    a Mac that trains ([mlx#3267](https://github.com/ml-explore/mlx/issues/3267)). On Linux it does nothing."""
     task: Task | None = None
     """The use of another run's result in place of a training; the other keys are those of that run."""
 

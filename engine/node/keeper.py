@@ -63,6 +63,7 @@ _SAVING_POLL_S = 0.1
 _RESERVE_BYTES = 4096
 _LONGEST_BACKOFF_S = 30.0
 _LONGEST_WAIT_S = 1.0
+DISPLAY_OFF, DISPLAY_ON = ("/usr/bin/pmset", "displaysleepnow"), ("/usr/bin/caffeinate", "-u", "-t", "1")
 STEADY_S = 600.0
 """A program that ran for so long has not failed because of the failure before it."""
 
@@ -169,6 +170,8 @@ class Keeper:
         self._identify(program)
         self._notifier.notify(STARTED)
         _log(f"sleep prevented: {processes.stay_awake(program.pid, '-ims')}")
+        if self._rank.display_sleep:
+            _log(f"display off: {processes.start_on_mac(*DISPLAY_OFF)}")
         activity = self._activity(program)
         while (code := program.returncode()) is None:
             self._wait()
@@ -176,6 +179,8 @@ class Keeper:
             if activity is not None:
                 activity.poll()
         self._sweep(program)
+        if self._rank.display_sleep:
+            _log(f"display on: {processes.start_on_mac(*DISPLAY_ON)}")
         program.close()
         stored = pump.finish(_DRAIN_S)
         if stored and printed is not None:

@@ -84,18 +84,19 @@ def start_session(argv: Sequence[str], folder: Path, output: int | IO[bytes], **
 def stay_awake(pid: int, what: str) -> str:
     """macOS: keep the machine from sleeping while `pid` lives; `what` are options of caffeinate(8), "-i" against idle
     sleep. A lid that is closed, or the menu, sends it to sleep all the same. Returns a message for the log."""
+    return start_on_mac("/usr/bin/caffeinate", what, "-w", str(pid))
+
+
+def start_on_mac(*argv: str) -> str:
+    """Start a command of macOS, without awaiting it. Returns a message for the log."""
     if sys.platform != "darwin":
         return "not on macOS"
+    quiet = subprocess.DEVNULL
     try:
-        subprocess.Popen(
-            ["/usr/bin/caffeinate", what, "-w", str(pid)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        subprocess.Popen(list(argv), stdin=quiet, stdout=quiet, stderr=quiet)
     except OSError as error:
-        return f"caffeinate: {error}"
-    return f"caffeinate {what}"
+        return f"{os.path.basename(argv[0])}: {error}"  # noqa: PTH119
+    return f"{os.path.basename(argv[0])} {argv[1]}"  # noqa: PTH119
 
 
 _PARENT_POLL_S = 1.0

@@ -75,6 +75,8 @@ class RankSpec:
     """How often its keeper starts its program again while the other ranks go on."""
     prints_metrics: bool = False
     """They are read from what its program prints."""
+    display_sleep: bool = False
+    """Its keeper puts the Mac's display to sleep, and wakes it."""
     share: float = 1.0
     """Relative share of the global batch, > 0."""
     validates: bool = True

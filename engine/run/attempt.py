@@ -45,9 +45,9 @@ from engine.store.layout import LAUNCHER_SOURCE, RunDir
 def keep_secrets(
     run_dir: RunDir, environment: MutableMapping[str, str], *, adopted: bool, named: Collection[str] = ()
 ) -> None:
-    """Give every attempt of the run the secrets of its launch, whoever supervises it, and the variables `named` in its
-    configuration. A launch writes those of its `environment` to a file of the run, mode 0600; an adopter takes them
-    from there into its own, by which they are also redacted. Raises OSError when they cannot be written."""
+    """Give every attempt of the run the secrets of its launch, whoever supervises it, with the `named` variables. A
+    launch writes those of its `environment` to a file of the run, mode 0600; an adopter takes them from there into its
+    own, by which they are also redacted. Raises OSError when they cannot be written."""
     if not adopted:
         write_atomic(run_dir.secrets, json.dumps(_kept(environment, named)))
         return
@@ -58,11 +58,8 @@ def keep_secrets(
 
 def _kept(environment: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
     """The secrets, and W&B's other variables: which mode and server a run reports to."""
-    return {
-        name: text
-        for name, text in environment.items()
-        if name in SECRETS or name in named or name.startswith("WANDB_")
-    }
+    names = {*SECRETS, *named}
+    return {name: text for name, text in environment.items() if name in names or name.startswith("WANDB_")}
 
 
 @dataclass(frozen=True)
@@ -268,6 +265,7 @@ def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout, decisions: LaunchDe
         validates=node.name in decisions.validators,
         restarts=config.job.kind.rank_restarts(rank, config.recovery.max_restarts),
         prints_metrics=config.job.kind.prints_metrics(rank),
+        display_sleep=config.job.display_sleep and rank == layout.ranks[0],
         address=next(iter(network.hosts[rank].ips), None),
         checkpoint_folder=path_there(config, node, layout, destination) if local else destination,
     )

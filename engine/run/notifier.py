@@ -25,7 +25,7 @@ from engine.notify.channels import document, redactor_for, send_to_all
 from engine.run.json_lines import LineFile
 from engine.run.notifications import NotificationTail
 from engine.run.run_plan import read_plan
-from engine.run.tracker import END_LIMIT_S, VARIABLE, exit_code, input_ended
+from engine.run.tracker import END_LIMIT_S, VARIABLE, input_ended
 from engine.run.watch import RunWatch
 from engine.security.sanitise import plain
 from engine.snapshots import Notification, RunSnapshot
@@ -34,16 +34,16 @@ from engine.store.layout import RunDir
 _POLL_S = 5.0
 """macOS answers with a process whether the supervisor lives."""
 _MOST_AN_HOUR = 6
-"""Events of a run that goes on, so that one that recovers again and again does not tell each time."""
-_ENDS = ("end", "failure")
-"""They are always told."""
+"""Events of a run that goes on, which may recover again and again."""
 _TEXT_LIMIT = 500
 _LONG_STEPS = 5
-"""As many of the usual steps are a hang at the earliest (RecoveryConfig.hang_s)."""
-_WORDS = {
-    RunState.SUCCEEDED: "has succeeded",
-    RunState.COMPLETED: "has completed on the nodes that answer",
-    RunState.ABORTED: "was stopped",
+"""As many of the usual steps are no hang yet (RecoveryConfig.hang_s)."""
+_ENDINGS = {
+    RunState.SUCCEEDED: ("end", "has succeeded"),
+    RunState.COMPLETED: ("end", "has completed on the nodes that answer"),
+    RunState.ABORTED: ("end", "was stopped"),
+    RunState.FAILED: ("failure", "has failed"),
+    RunState.LOST: ("failure", "is lost"),
 }
 
 
@@ -56,42 +56,39 @@ def lasting(seconds: float) -> str:
 
 
 def news(snapshot: RunSnapshot, config: Config, now: datetime) -> Iterator[tuple[str, Notification]]:
-    """All that is to be told by now, also what was told, each with what tells it from all others."""
+    """All that is to be told by now, also what was told, each with a key that tells it from all others."""
     record = snapshot.record
 
-    def keyed(key: str, event: str, title: str, text: str) -> tuple[str, Notification]:
+    def keyed(key: object, event: str, title: str, text: str) -> tuple[str, Notification]:
         return f"{event} {key}", Notification(event, f"{record.name} {title}", text, now, record.id)
 
     for attempt in snapshot.attempts:
         if attempt.recovery_s is not None:
             first = f"attempt {attempt.number} made its first step {lasting(attempt.recovery_s)} after the failure"
             text = f"{first}, from iteration {attempt.resumed_at or 0:,}: {attempt.why or 'restarted'}"
-            yield keyed(f"{attempt.number}", "recovery", "goes on", text)
+            yield keyed(attempt.number, "recovery", "goes on", text)
     if snapshot.ended:
-        failed = record.state not in _WORDS
-        title = f"has {record.state}" if record.state is RunState.FAILED else "is lost"
-        title += f" on {record.host}" if record.host else ""
+        event, title = _ENDINGS[record.state]
+        title += f" on {record.host}" if record.host and event == "failure" else ""
         text = "; ".join(filter(None, (record.cause, record.fix, _figures(snapshot))))
-        event = "failure" if failed else "end"
-        yield keyed(f"{record.state} {record.ended_at}", event, title if failed else _WORDS[record.state], text)
+        yield keyed(f"{record.state} {record.ended_at}", event, title, text)
         return
     if (stalled := _stall(snapshot, config, now)) is not None:
-        title, text = stalled
-        yield keyed(f"{record.attempts}.{record.iteration or 0}", "stall", title, text)
+        yield keyed(f"{record.attempts}.{record.iteration or 0}", "stall", *stalled)
     losses = snapshot.series.val
     best = min(losses, key=lambda point: point[1], default=(0, 0.0))
     later = sum(iteration > best[0] for iteration, _ in losses)
     if later >= config.notify.plateau_validations:
         text = f"the best is {best[1]:.4g}, of iteration {best[0]:,}; the last is {losses[-1][1]:.4g}"
-        yield keyed(f"{best[0]}", "plateau", f"has no better validation loss in {plural(later, 'validation')}", text)
+        yield keyed(best[0], "plateau", f"has no better validation loss in {plural(later, 'validation')}", text)
 
 
 def _figures(snapshot: RunSnapshot) -> str:
     record, seconds = snapshot.record, snapshot.result.seconds if snapshot.result is not None else None
-    losses = {"validation": record.val_loss, "training": record.train_loss}
-    texts = [f"{name} loss {loss:.4g}" for name, loss in losses.items() if loss is not None]
+    losses = (("validation", record.val_loss), ("training", record.train_loss))
+    texts = [f"{name} loss {loss:.4g}" for name, loss in losses if loss is not None]
     texts += [plural(record.iteration, "iteration")] if record.iteration else []
-    return ", ".join([*texts, *([f"ran {lasting(seconds)}"] if seconds else [])])
+    return ", ".join(texts + ([f"ran {lasting(seconds)}"] if seconds else []))
 
 
 def _stall(snapshot: RunSnapshot, config: Config, now: datetime) -> tuple[str, str] | None:
@@ -134,11 +131,10 @@ class Notifier:
     def _tell(self, key: str, notification: Notification) -> None:
         since = notification.at - timedelta(hours=1)
         recent = sum(past.at > since for past in self._past.by_key.values())
-        if notification.event not in _ENDS and recent >= _MOST_AN_HOUR:
+        if notification.event not in ("end", "failure") and recent >= _MOST_AN_HOUR:
             self._write(key, event=notification.event, held=True)
             return
-        counts = Counter(self._past.held)
-        summed = ", ".join(f"{count} × {event}" for event, count in counts.items())
+        summed = ", ".join(f"{count} × {event}" for event, count in Counter(self._past.held).items())
         text = notification.text + (f"; not told before: {summed}" if summed else "")
         title, text = (plain(self._redactor(words), _TEXT_LIMIT) for words in (notification.title, text))
         notification = replace(notification, title=title, text=text)
@@ -153,8 +149,11 @@ class Notifier:
         self._file.append(json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace"), sync=True)
 
 
-def follow(run_dir: RunDir) -> None:
+def main() -> None:
     """Tell what happens until standard input has ended, and then what had happened by that time."""
+    # What a command of the user's own leaves running is none of ours.
+    os.environ.pop(VARIABLE, None)
+    run_dir = RunDir(Path(sys.argv[1]))
     notifier, watch, ended = Notifier(run_dir, read_plan(run_dir.plan).config), RunWatch(run_dir), False
     while not ended:
         if ended := input_ended(_POLL_S):
@@ -162,11 +161,5 @@ def follow(run_dir: RunDir) -> None:
         notifier.take(watch.poll(), datetime.now(UTC))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    # What a command of the user's own leaves running is none of ours.
-    os.environ.pop(VARIABLE, None)
-    return exit_code(lambda: follow(RunDir(Path((arguments or sys.argv[1:])[0]))))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

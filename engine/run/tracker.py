@@ -221,13 +221,8 @@ def input_ended(wait_s: float) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     path, name = arguments or sys.argv[1:]
     run_dir = RunDir(Path(path))
-    return exit_code(lambda: follow(run_dir, TRACKERS[name](run_dir, read_plan(run_dir.plan).config)))
-
-
-def exit_code(work: Callable[[], None]) -> int:
-    """0, or 1 and the fault on standard error."""
     try:
-        work()
+        follow(run_dir, TRACKERS[name](run_dir, read_plan(run_dir.plan).config))
     except Exception as error:
         traceback.print_exc()
         # The last line is the reason that a person is shown.
@@ -254,11 +249,10 @@ def mark(run_dir: RunDir, name: str) -> str:
 class TrackerThread(threading.Thread):
     """One tracker from the run's first metric on."""
 
-    _module = "engine.run.tracker"
-
     def __init__(self, run_dir: RunDir, name: str, job: JobConfig, faults: SimpleQueue[TrackerFailed]) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
         self._run_dir, self._tracker, self._faults = run_dir, name, faults
+        self._module = "engine.run.notifier" if name == NOTIFIER else "engine.run.tracker"
         self.ending = threading.Event()
         """The run reports nothing more."""
         wandb = {variable: value for variable, value in job.env.items() if variable.startswith("WANDB_")}
@@ -279,8 +273,9 @@ class TrackerThread(threading.Thread):
             self._faults.put(TrackerFailed(tracker=self._tracker, why=plain(self._redactor(why), 300)))
 
     def _has_rows(self) -> bool:
+        """A notifier waits for none."""
         with contextlib.suppress(OSError):
-            return self._run_dir.metrics.stat().st_size > 0
+            return self._tracker == NOTIFIER or self._run_dir.metrics.stat().st_size > 0
         return False
 
     def _write(self) -> str | None:
@@ -321,43 +316,31 @@ class TrackerThread(threading.Thread):
                 os.kill(process.pid, signal.SIGKILL)
 
 
-class _NotifierThread(TrackerThread):
-    """The process that tells people about the run, from its beginning on."""
-
-    _module = "engine.run.notifier"
-
-    def _has_rows(self) -> bool:
-        return True
-
-
 class RunTrackers:
     """All trackers of one run, and its notifier. Starting and ending them again does nothing."""
 
     def __init__(self, run_dir: RunDir, job: JobConfig, *, notifies: bool = False) -> None:
         self._faults: SimpleQueue[TrackerFailed] = SimpleQueue()
-        self._threads = [TrackerThread(run_dir, name, job, self._faults) for name in job.trackers]
-        self._notifiers: list[TrackerThread] = (
-            [_NotifierThread(run_dir, NOTIFIER, job, self._faults)] if notifies else []
-        )
+        names = [*job.trackers, *([NOTIFIER] if notifies else [])]
+        self._threads = {name: TrackerThread(run_dir, name, job, self._faults) for name in names}
 
     def start(self, *, ended: bool = False) -> None:
         """`ended`: the run has, and only how it did may have to be told."""
-        for thread in (*([] if ended else self._threads), *self._notifiers):
-            if thread.ident is None:
+        for name, thread in self._threads.items():
+            if thread.ident is None and (name == NOTIFIER or not ended):
                 thread.start()
 
     def end(self) -> None:
-        """The run reports nothing more. Returns at once."""
-        for thread in self._threads:
-            thread.ending.set()
+        """The run reports nothing more; how it has ended may be known only in its aftermath. Returns at once."""
+        for name, thread in self._threads.items():
+            if name != NOTIFIER:
+                thread.ending.set()
 
     def close(self) -> None:
         """Returns when all processes are gone, after about a minute at the latest. Blocking."""
-        self.end()
-        for thread in self._notifiers:
-            # Not before: how the run has ended may be known only in its aftermath.
+        for thread in self._threads.values():
             thread.ending.set()
-        for thread in (*self._threads, *self._notifiers):
+        for thread in self._threads.values():
             if thread.ident is not None:
                 thread.join()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
+
+import pytest
 
 from engine.checks import health as check
 from engine.checks.health import HeartbeatResult, LoadResult, sleep_prevented
@@ -112,6 +115,63 @@ def test_unknown_load_is_reported() -> None:
     assert (result.status, "its load is not known" in result.summary) == (CheckStatus.WARN, True)
     result = evaluated(loads={"max": QUIET.model_copy(update={"caffeinate": False})})
     assert "it has no caffeinate" in result.summary
+
+
+CUSTOM = """Battery Power:
+ displaysleep         2
+ sleep                1
+AC Power:
+ Sleep On Power Button 1
+ displaysleep         10
+ sleep                0
+ autorestart          1
+ hibernatefile        /var/vm/sleepimage
+"""
+SCHEDULE = """Repeating power events:
+  wakepoweron at 8:00AM every day
+  shutdown at 11:00PM every day
+Scheduled power events:
+ [0]  wake at 12/02/2026 06:55:00 by 'com.apple.alarm.user-visible-Weekly Usage Report'
+ [1]  restart at 12/02/2026 03:00:00 by 'admin'
+"""
+
+
+def energy(custom: str = CUSTOM, *, schedule: str = "", updates: int = 0) -> CheckResult:
+    text = f"{{\n    AutomaticallyInstallMacOSUpdates = {updates};\n}}\n{custom}{schedule}"
+    return evaluated(loads={"max": QUIET.model_copy(update={"energy": text})})
+
+
+def test_settings_that_let_a_mac_work_all_night_pass() -> None:
+    wakes = "Scheduled power events:\n [0]  wake at 12/02/2026 06:55:00 by 'x'\n"
+    assert energy(schedule=wakes).status is CheckStatus.PASS
+
+
+def test_a_scheduled_shutdown_or_restart_warns_with_what_cancels_it() -> None:
+    result = energy(schedule=SCHEDULE)
+    assert "macOS is to shutdown at 11:00PM every day; macOS is to restart at 12/02/2026 03:00:00 by 'admin' UTC" in (
+        result.summary
+    )
+    assert result.fixes == {"max": "sudo pmset repeat cancel && sudo pmset schedule cancelall"}
+
+
+def test_updates_that_restart_a_mac_by_themselves_warn() -> None:
+    result = energy(updates=1)
+    assert (result.status, result.fixes) == (
+        CheckStatus.WARN,
+        {
+            "max": "sudo defaults write /Library/Preferences/com.apple.SoftwareUpdate AutomaticallyInstallMacOSUpdates "
+            "-bool false"
+        },
+    )
+
+
+@pytest.mark.parametrize(("name", "is_set", "fixed"), [("sleep", 1, 0), ("displaysleep", 0, 10), ("autorestart", 0, 1)])
+def test_an_energy_setting_that_ends_a_night_warns_with_its_fix(name: str, is_set: int, fixed: int) -> None:
+    head, ac = CUSTOM.split("AC Power:")
+    changed = re.sub(rf"^ {name} +\d+$", f" {name}    {is_set}", ac, flags=re.MULTILINE)
+    result = energy(f"{head}AC Power:{changed}")
+    assert (result.status, result.fixes) == (CheckStatus.WARN, {"max": f"sudo pmset -c {name} {fixed}"})
+    assert result.effects == {"max": f"`sudo pmset -c {name} {is_set}` takes that back"}
 
 
 def test_sleep_is_prevented_by_an_assertion_that_is_held() -> None:

@@ -27,6 +27,7 @@ from engine.run.run_plan import read_plan
 from tests.cluster.command import command
 from tests.cluster.demo_job import flightdeck_toml, install_demo
 from tests.cluster.mac.cluster import MacCluster, MacNode
+from tests.cluster.mac.commands import DISPLAY
 from tests.demo_copies import demo_below
 from tests.faults.cluster_runs import ClusterRun
 from tests.faults.local_runs import PLANNED
@@ -208,7 +209,7 @@ def status(console: Console, name: str) -> CheckStatus | None:
 def test_a_run_saves_on_smb_outlives_a_killed_rank_and_an_abort_proves_that_nothing_is_left(
     macs: MacCluster, home: Path, studio: Path
 ) -> None:
-    write_config(macs, studio, "ana", "bea", more=STATES)
+    write_config(macs, studio, "ana", "bea", more=STATES, display_sleep=True)
     run = launched(macs, home, studio, *all_but("checkpoint_layer"))
     await_iteration(run, 6)
     for node in run.nodes:
@@ -221,6 +222,9 @@ def test_a_run_saves_on_smb_outlives_a_killed_rank_and_an_abort_proves_that_noth
     assert (done.code, done.out.splitlines()[-1]) == (0, "aborted: no process of 2 ranks is left"), done
     states = run.nodes[0].disk.seen_from_head("/Volumes/smb/states") / run.dir.id
     assert [each.name for each in states.glob("step-*")], "where the configuration says"
+    displays = ["asleep", "awake"] * 2
+    shown = ["cat", str(DISPLAY)]
+    run.wait(lambda: all(node.run(shown).stdout.split() == displays for node in run.nodes), after_end=True)
     left = [process.command for node in run.nodes for process in node.processes()]
     assert [text for text in left if "engine.node.keeper" in text or "engine.trainer" in text] == []
 

@@ -714,7 +714,9 @@ class FakeEngine:
     def is_accepted(self, config: Config, *, launch: bool = False) -> bool:
         return True
 
-    def test_notifications(self, config: Config) -> list[ChannelAnswer]:
+    def notifications(self, config: Config) -> list[ChannelAnswer]:
+        if not config.notify.active:
+            raise InputError("[notify] has no channel")
         return self.answers
 
     async def close(self) -> None:

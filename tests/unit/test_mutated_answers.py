@@ -363,6 +363,7 @@ REPORTS: dict[type[BaseModel], Any] = {
     results.SystemLoad: {
         "processes": [{"pid": 12, "command": "ollama", "cores": 3.2, "rss_bytes": 2**30}],
         "memory_bytes": 2**37, "ioreg": "x", "assertions": "y", "caffeinate": True,
+        "energy": "x",
     },
     results.CheckpointStorage: {
         "directory": "/a", "fault": "no space", "not_durable": "/a", "free": 10**9, "damaged": [["a", "it is cut"]],
@@ -380,7 +381,22 @@ REPORTS: dict[type[BaseModel], Any] = {
         "backends": ["ring"],
     },
 }  # fmt: skip
-HINTS = {"absent", "make", "orphan", "pid", "venv", "dtype", "largest", "caffeinate", "ioreg", "assertions", "free"}
+HINTS = {
+    "absent",
+    "make",
+    "orphan",
+    "pid",
+    "venv",
+    "dtype",
+    "largest",
+    "caffeinate",
+    "ioreg",
+    "assertions",
+    "free",
+    "energy",
+    "schedule",
+    "updates",
+}
 """Their want claims nothing: a fix that is not offered, or None for not known."""
 KEYS = {"hashes", "services", "entries", "configuration", "versions", "errors"}
 """Their keys are names of the node's own, and not the protocol's."""

@@ -12,7 +12,7 @@ from tui.formatting import terminal_notification
 
 def notify(options: argparse.Namespace, engine: Engine) -> int:
     config = accepted_config(options, engine, launch=True)
-    answers = engine.test_notifications(config)
+    answers = engine.checks.notifications(config)
     if config.notify.terminal and is_person(sys.stderr):
         sys.stderr.write(terminal_notification("a test of flightdeck"))
     if options.json:

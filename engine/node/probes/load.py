@@ -2,7 +2,7 @@
 
 It reports `processes`, the busiest of those that are older than the probes themselves: `pid`, `command`, `cores` (how
 many it keeps busy), `rss_bytes`, `run` (it belongs to a Flight Deck run); and the system's own output about the GPU and
-sleep: `nvidia`, `ioreg`, `assertions`, and whether there is a `caffeinate`. Nothing of it needs root."""
+sleep: `nvidia`, `ioreg`, `assertions`, `energy`, and whether there is a `caffeinate`. Nothing of it needs root."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ BUSY_MEMORY = 0.10
 _SAMPLE_S = 0.4
 _OLDER_S = 30.0
 """Younger processes were started by the checks themselves, or end soon."""
+UPDATES = "/Library/Preferences/com.apple.SoftwareUpdate"
+ENERGY = (("defaults", "read", UPDATES), ("pmset", "-g", "custom"), ("pmset", "-g", "sched"))
 _MOST = 8
 _TEXT_LIMIT = 16_384
 _LINUX = sys.platform.startswith("linux")
@@ -120,5 +122,6 @@ def _mac_output() -> dict[str, Any]:
     return {
         "ioreg": mac_gpu_statistics(_TEXT_LIMIT),
         "assertions": tool_output("pmset", "-g", "assertions"),
+        "energy": "".join(tool_output(*command) for command in ENERGY)[:_TEXT_LIMIT],
         "caffeinate": os.access("/usr/bin/caffeinate", os.X_OK),
     }

@@ -27,6 +27,8 @@ ROOT = Path("/usr/local/libexec/mac")
 DOCUMENT, FAULTS = ROOT / "mac.json", ROOT / "faults.json"
 ASSERTIONS = ROOT / "assertions"
 LOW_POWER = ROOT / "lowpowermode"
+DISPLAY = ASSERTIONS / "display"
+"""What was done to the display, a line each."""
 LINUX = Path("/usr/local/libexec/linux")
 """Linux's own /proc and /sys: a Mac has neither."""
 PROC = LINUX / "proc"
@@ -296,21 +298,31 @@ def memory_pressure(mac: Mac, words: list[str]) -> str:
     return f"{head}\nSystem-wide memory free percentage: 66%\n"
 
 
+SETTINGS = {
+    "custom": "AC Power:\n displaysleep         10\n sleep                0\n autorestart          1\n",
+    "sched": "",
+    "therm": "".join(f"Note: No {kind} warning level has been recorded\n" for kind in ("thermal", "performance")),
+}
+"""What pmset prints after -g."""
+
+
 @command
 def pmset(mac: Mac, words: list[str]) -> str:
-    """pmset(1): -g, -g batt, -g therm, -g assertions, and as root -a lowpowermode; Apple silicon has only the two notes
+    """pmset(1): -g, -g batt, -g therm, -g assertions, -g custom and -g sched as pmset.c prints them,
+    displaysleepnow, and as root -a lowpowermode; Apple silicon has only the two notes
     of -g therm (recorded)."""
     match words:
         case ["-g"]:
             settings = {"sleep": 1, "lowpowermode": int(LOW_POWER.exists())}
             rows = "".join(f" {name:<21}{value}\n" for name, value in settings.items())
             return f"System-wide power settings:\nCurrently in use:\n{rows}"
+        case ["displaysleepnow"]:
+            return _note_display("asleep")
+        case ["-g", kind] if kind in SETTINGS:
+            return SETTINGS[kind]
         case ["-a", "lowpowermode", "0" | "1" as low] if os.geteuid() == 0:
             LOW_POWER.touch() if low == "1" else LOW_POWER.unlink(missing_ok=True)
             return ""
-        case ["-g", "therm"]:
-            kinds = ("thermal", "performance", "CPU power")
-            return "".join(f"Note: No {kind} warning level has been recorded\n" for kind in kinds[:2])
         case ["-g", "batt"]:
             charge = mac["battery"]
             source = "Battery" if charge is not None and charge < 100 else "AC"
@@ -344,6 +356,8 @@ def caffeinate(mac: Mac, words: list[str]) -> tuple[str, str, int]:
     given = dict(options)
     mark = ASSERTIONS / str(os.getpid())
     mark.touch()
+    if "-u" in given:
+        _note_display("awake")
     try:
         if utility:
             import subprocess
@@ -355,6 +369,19 @@ def caffeinate(mac: Mac, words: list[str]) -> tuple[str, str, int]:
     finally:
         mark.unlink(missing_ok=True)
     return "", "", 0
+
+
+def _note_display(state: str) -> str:
+    with DISPLAY.open("a") as file:
+        file.write(f"{state}\n")
+    return ""
+
+
+@command
+def defaults(mac: Mac, words: list[str]) -> tuple[str, str, int]:
+    """defaults(1): where nothing was ever set."""
+    del mac
+    return "", f"Domain {words[-1]} does not exist\n", 1
 
 
 @command
@@ -793,7 +820,7 @@ def sudo(mac: Mac, words: list[str]) -> tuple[str, str, int]:
 
 FOLDERS = {
     "/usr/bin": "uname sw_vers vm_stat memory_pressure pmset caffeinate stat notifyutil mktemp xcode-select python3 "
-    "sudo rdma_ctl ibv_devices ibv_devinfo",
+    "defaults sudo rdma_ctl ibv_devices ibv_devinfo",
     "/usr/sbin": "sysctl system_profiler ioreg networksetup ipconfig netstat lsof",
     "/sbin": "ifconfig route",
     "/bin": "ps df date launchctl",

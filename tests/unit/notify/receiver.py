@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 
 @dataclass
 class Receiver:
@@ -48,7 +50,9 @@ def receiver() -> Iterator[Receiver]:
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield taken
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("no_proxy", "*")
+            yield taken
     finally:
         if taken.silent is not None:
             taken.silent.set()

@@ -41,7 +41,7 @@ def answer(config: Config, notification: Notification = FAILURE) -> ChannelAnswe
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    monkeypatch.setattr(channels, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(channels, "_PAUSES_S", (0.0, 0.0, 0.0))
     with receiver() as taken:
         yield taken
 
@@ -81,7 +81,7 @@ def test_a_fault_of_the_server_is_tried_three_times_and_a_refusal_once(server: R
 
 def test_a_redirect_is_not_followed(server: Receiver, tmp_path: Path) -> None:
     server.answers += [307]
-    why = "127.0.0.1 redirects to elsewhere.test, which is not followed: write down that url"
+    why = "127.0.0.1 answered 307: a redirect, which is not followed"
     assert answer(configured(tmp_path, **hook(server.url))) == ChannelAnswer("webhook 1", False, why)
     assert len(server.requests) == 1
 
@@ -94,7 +94,7 @@ def test_a_server_that_never_answers_and_one_that_is_not_there_are_given_up(
     assert not answer(configured(tmp_path, **hook(server.url))).sent
     monkeypatch.setattr(channels, "_TOTAL_LIMIT_S", 0.1)
     monkeypatch.setattr(channels, "_HTTP_LIMIT_S", 60.0)
-    assert answer(configured(tmp_path, **hook(server.url))).answer == "it did not answer within 0 s"
+    assert answer(configured(tmp_path, **hook(server.url))).answer == "no answer within 0 s"
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     monkeypatch.setattr(channels, "_TOTAL_LIMIT_S", 45.0)
@@ -181,7 +181,7 @@ def test_apprise_gets_the_address_of_its_variable(
 
     module = ModuleType("apprise")
     module.Apprise = Apprise  # type: ignore[attr-defined]
-    monkeypatch.setattr(channels, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(channels, "_PAUSES_S", (0.0, 0.0, 0.0))
     monkeypatch.setenv("CHAT", "tgram://123/456")
     monkeypatch.setitem(sys.modules, "apprise", None)
     assert "pip install 'mlx-flightdeck[notify]'" in answer(configured(tmp_path, apprise=("env:CHAT",))).answer

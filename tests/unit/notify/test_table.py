@@ -31,7 +31,7 @@ apprise = ["env:CHAT"]
         ("the notify command", "say done"),
         ("a notification to", "discord.com"),
         ("a notification to", "env:WHERE with env:WHOM"),
-        ("a notification by apprise to", "env:CHAT"),
+        ("a notification to", "env:CHAT by apprise"),
     ]
     assert named_programs(config, launch=False) == []
     assert config.notify.variables == ("WHERE", "WHOM", "CHAT")

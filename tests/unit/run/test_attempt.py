@@ -79,6 +79,14 @@ def test_keepers_restart_ranks_only_where_the_others_go_on_without_them(
     assert [rank.restarts for rank in spec_of(of, attempt(tmp_path, of)).ranks] == [0, restarts]
 
 
+def test_the_first_rank_on_a_host_puts_its_display_to_sleep(tmp_path: Path) -> None:
+    of = plan(TRAINING.model_copy(update={"display_sleep": True}))
+    layouts = attempt(tmp_path, of).layouts
+    first = [rank in (layout.ranks[0] for layout in layouts) for rank in range(2)]
+    assert [rank.display_sleep for rank in spec_of(of, attempt(tmp_path, of)).ranks] == first
+    assert not any(rank.display_sleep for rank in spec_of(plan(), attempt(tmp_path, plan())).ranks)
+
+
 def test_how_the_state_is_kept_is_passed_on(tmp_path: Path) -> None:
     """A path is the node's own; an address is everybody's."""
     for named, there in (("/mnt/nas", "/mnt/nas"), ("states", "/w/states"), ("s3://b/x", "s3://b/x"), (None, None)):
