@@ -122,7 +122,6 @@ class RunPoller:
         self._paused = False
         self._reported: str | None = None
         self._config_seen: tuple[int, int] | None = None
-        self._runs_due = 0.0
         self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
 
     def start(self) -> None:
@@ -136,8 +135,6 @@ class RunPoller:
     def read_file(self, path: Path) -> None:
         """Another configuration's file from now on, as it is."""
         self._config, self.overrides, self._config_seen = path, {}, None
-        self._runs_due = 0.0
-        self._wake.set()
 
     def pause(self) -> None:
         """Read nothing until `resume`."""
@@ -171,6 +168,7 @@ class RunPoller:
         followed: str | None = None
         snapshot: RunSnapshot | None = None
         runs: tuple[RunRecord, ...] | None = None
+        runs_due = 0.0
         wait_s = self._poll_s
         while not self._ended:
             if self._paused:
@@ -190,13 +188,13 @@ class RunPoller:
                         wait_s = min(wait_s * 1.25, QUIET_POLLS * self._poll_s)
                     snapshot = fresh
                 self._read = followed
-                if monotonic() >= self._runs_due:
+                if monotonic() >= runs_due:
                     read = tuple(engine.runs.all())
                     if read != runs:
                         self._post(RunsRead(read))
                     if runs is None and self._adopts:
                         threading.Thread(target=self._adopt, args=(engine,), name="adopt", daemon=True).start()
-                    runs, self._runs_due = read, monotonic() + RUNS_S
+                    runs, runs_due = read, monotonic() + RUNS_S
                     self._read_edited(engine)
                 self._reported = None
             except Exception as trouble:  # a reader must outlive any one unreadable file

@@ -157,7 +157,7 @@ def write_settings(config: Config, changes: Settings, *, backup: bool = False) -
             name = tables.pop()
         value = reduce(lambda table, part: table[part], [*tables, name], wanted)
         _set(text, ".".join(tables), name, value)
-        if other := SAME_KEYS.get(key):
+        if other := SAME_KEYS.get(name):
             text[:] = [line for line in text if not re.match(rf"\s*{other}\s*=", line)]
     after = "\n".join(text) + "\n"
     try:

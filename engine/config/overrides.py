@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.config.documents import SCALAR_FAULTS, DocumentError, read_yaml
+from engine.config.draft import toml_value
 from engine.config.faults import key_text
 from engine.config.formats import path_form, resolved
 from engine.config.mlx_lm_keys import SAME_KEYS
@@ -29,7 +30,6 @@ MOST_RUNS: Final = 256
 _WORDS: Final = re.compile(r"[^\s,\"'\[\]{}]+(\s*,\s*[^\s,\"'\[\]{}]+)+")
 _ONE_TEXT: Final = ("layer_split", "report_to")
 """Keys whose single value has commas."""
-_NAME: Final = ("name", "job.name")
 _SHORT: Final = {"learning_rate": "lr", "batch_size": "batch", "max_seq_length": "length", "num_layers": "layers"}
 
 
@@ -50,7 +50,8 @@ def grid(texts: Sequence[str]) -> list[dict[str, Any]]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise InputError(f"{text!r} is no setting", todo="give key=value, such as learning_rate=1e-5")
-        values[key.strip()] = [value.strip()] if key.strip() in _ONE_TEXT else _values(value.strip())
+        key = key.strip().removeprefix("job.")
+        values[key] = [value.strip()] if key in _ONE_TEXT else _values(value.strip())
     if math.prod(map(len, values.values())) > MOST_RUNS:
         raise InputError(f"--set asks for more than {MOST_RUNS} runs", todo="give fewer values")
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
@@ -76,11 +77,10 @@ def parse_value(text: str) -> Any:
 def named(job: str, runs: Sequence[Settings]) -> list[dict[str, Any]]:
     """The runs of a grid, each with a `name` of its own made of the job's and of what differs between them:
     "support-lr5e-05-seed2"."""
-    several = [key for key in runs[0] if len({repr(run[key]) for run in runs}) > 1]
-    varied = [key for key in several if key not in _NAME]
+    varied = [key for key in runs[0] if key != "name" and len({repr(run[key]) for run in runs}) > 1]
     names: list[str] = []
     for number, run in enumerate(runs, 1):
-        base = str(next((run[key] for key in _NAME if key in run), job))
+        base = str(run.get("name", job))
         parts = [f"{_SHORT.get(key) or key.rpartition('.')[2]}{_short(run[key])}" for key in varied]
         ending = make_identifier("-".join(["", *parts]), "")
         name = make_identifier(f"{base[: max(8, MAX_IDENTIFIER_LENGTH - len(ending) - 1)]}-{ending}", "job")
@@ -116,7 +116,9 @@ def overridden(document: Mapping[str, Any], settings: Settings, folder: Path) ->
             if not isinstance(table.get(part), dict):
                 table[part] = deepcopy(_yaml_table(table, part, folder)) if place == "job" else {}
             table, place = table[part], f"{place}.{part}".lstrip(".")
-        table[name] = settings[key]
+        value = settings[key]
+        # Variables are texts: `env.SEED=1` needs no quotes.
+        table[name] = toml_value(value) if place == "job.env" and isinstance(value, int | float) else value
         keys.append(f"{place}.{key_text(name)}")
     return changed, keys
 
@@ -143,7 +145,10 @@ def _yaml_table(job: Mapping[str, Any], name: str, folder: Path) -> dict[str, An
 def attributed(faults: Sequence[ConfigFault], keys: Sequence[str], file: str, source: str) -> list[ConfigFault]:
     """The faults of a `file`, those of the `keys` that were set said of `source`."""
 
+    def parts(key: str) -> str:
+        return key.replace("[", ".").replace("]", "") + "."
+
     def is_set(key: str) -> bool:
-        return any(f"{key}.".startswith((f"{one}.", f"{one}[")) or one.startswith(f"{key}.") for one in keys)
+        return any(parts(key).startswith(parts(one)) or parts(one).startswith(parts(key)) for one in keys)
 
     return [replace(fault, file=source) if fault.file == file and is_set(fault.key) else fault for fault in faults]

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -19,7 +18,7 @@ from engine.config.job_table import OWN_KEYS
 from engine.config.load import load_config
 from engine.config.mlx_lm_keys import KEYS
 from engine.config.models import SECTIONS, Config
-from engine.config.overrides import Settings, overridden
+from engine.config.overrides import overridden
 from engine.errors import ConfigError, ConfigFault, plural
 from engine.protocol.job import AUTO
 from engine.security.redact import REDACTED, is_public
@@ -78,7 +77,7 @@ class FoundConfiguration:
         return f"{self.config.job.name} on {plural(len(self.config.nodes), 'node')}" if self.config is not None else ""
 
 
-def effective(file: Path, overrides: Settings = MappingProxyType({}), *, every: bool = False) -> list[ConfigValue]:
+def effective(file: Path, overrides: Mapping[str, Any] = {}, *, every: bool = False) -> list[ConfigValue]:
     """The values of a file with `overrides` that are set, and all of the job's; with `every` all others, too. Raises
     ConfigError."""
     config = load_config(file, overrides)
@@ -136,7 +135,7 @@ class _Sources:
         """The source of a value, with file and line where it has some."""
         table, *names = path
         if table == "node":
-            rank, key = names
+            rank, key, *_ = names
             if self._hostfile is not None and key in ("name", "ssh", "ips", "rdma"):
                 return self._hostfile, None, None
             path = ("node", self._tables[int(rank)], key) if self._tables else path
@@ -184,7 +183,7 @@ def line_of(path: Path, key: str) -> tuple[int, str] | None:
     none."""
     try:
         lines = read_text(path, "").splitlines()
-        if path.suffix != ".toml" and (place := yaml_lines(path).get(key)) is not None:
+        if path.suffix in (".yaml", ".yml") and (place := yaml_lines(path).get(key)) is not None:
             return place, lines[place - 1]
     except ConfigError:
         return None

@@ -193,7 +193,7 @@ def test_a_grid_is_a_line_or_a_document_for_each_run(home: Path, studio: Path) -
     names = [f"tiny-lr{rate}-batch{batch}" for rate in ("1e-05", "5e-05") for batch in (4, 8)]
     assert [line.split()[0] for line in done.out.splitlines()] == names
     documents = json.loads(plan(home, studio, *settings, "--json").out)
-    assert [document["settings"]["name"] for document in documents] == names
+    assert [document["job"] for document in documents] == names
     assert plan(home, studio, *settings, "--apply").code == 2
 
 

@@ -32,10 +32,10 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
         return _capacity(options, engine)
     if options.model or options.memory:
         raise InputError("--model and --memory are for --longest and --largest-batch", todo="add one of them")
-    configs = engine.load_grid(config_file(options), options.set)
+    configs = [accepted(config, options, engine) for config in engine.load_grid(config_file(options), options.set)]
     if len(configs) > 1:
         return _grid(options, engine, configs)
-    config = accepted(configs[0], options, engine)
+    (config,) = configs
     strategy = options.strategy
     if options.layer_split is not None:
         config = with_strategy(config, strategy, options.layer_split)
@@ -68,8 +68,6 @@ def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]
     """A line for each run; 1 when one of them could not be launched."""
     if options.apply or options.write is not None:
         raise InputError(f"--set asks for {len(configs)} runs", why="--apply and --write are for one")
-    for config in configs:
-        accepted(config, options, engine)
 
     async def make() -> list[TrainingPlan]:
         async with engine:
@@ -77,21 +75,16 @@ def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]
             chosen = [with_strategy(config, options.strategy, options.layer_split) for config in configs]
             return [await engine.launches.plan(one, strategy=options.strategy, facts=facts) for one in chosen]
 
-    plans = dict(zip([config.job.name for config in configs], asyncio.run(make()), strict=True))
+    plans = asyncio.run(make())
     if options.json or options.format is not None:
-        documents = []
-        for config in configs:
-            settings = config.job.redactor().document(config.overrides)
-            document = plans[config.job.name].document(options.format or "v2")
-            documents.append({"settings": settings, "plan": document})
-        print_json(documents)
+        print_json([made.document(options.format or "v2") for made in plans])
     else:
-        width = max(map(len, plans)) + 2
-        for name, made in plans.items():
+        width = max(len(made.job) for made in plans) + 2
+        for made in plans:
             rows, refused = dict(summary(made)), [f"{refusal.name}: {refusal.text}" for refusal in made.refusals]
             texts = refused or [rows[label] for label in ("memory", "throughput") if label in rows]
-            Lines().wrap(f"{name:<{width}}", "; ".join(texts), width)
-    return ExitCode.OK if all(map(_launchable, plans.values())) else ExitCode.FAILED
+            Lines().wrap(f"{made.job:<{width}}", "; ".join(texts), width)
+    return ExitCode.OK if all(map(_launchable, plans)) else ExitCode.FAILED
 
 
 def _launchable(made: TrainingPlan) -> bool:

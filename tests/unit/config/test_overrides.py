@@ -93,13 +93,15 @@ def test_they_go_over_the_file_and_its_yaml_and_one_way_to_say_it_over_the_other
         "checkpoint.every": 7,
         "node.ultra.python": "/other/python",
         "env.TRACE": "1",
+        "env.LEVEL": 2,
+        "env.ON": True,
     }
     config = load_config(path, settings)
     job = config.job.mlx_lm
     assert job["lora_parameters"] == {"rank": 16, "scale": 7.0, "dropout": 0.0}
     assert (job["iters"], job.get("epochs"), job["batch_size"], job.get("batch_tokens")) == (50, None, 8, None)
     assert job["optimizer_config"]["adamw"] == {"weight_decay": 0.1}
-    assert (config.checkpoint.every, config.job.env) == (7, {"TRACE": "1"})
+    assert (config.checkpoint.every, config.job.env) == (7, {"TRACE": "1", "LEVEL": "2", "ON": "true"})
     assert [node.python for node in config.nodes] == ["/venv/bin/python", "/other/python"]
     assert config.overrides == settings
     assert load_config(path).overrides == {} and path.read_text() == FILE
@@ -124,6 +126,7 @@ def test_what_would_run_elsewhere_is_another_thing_to_accept(path: Path, setting
         ({"node.python": "/x"}, "expected node.NAME.KEY"),
         ({"grad_checkpoint.x": 1}, "--set: job.grad_checkpoint = {'x': 1}: expected true or false"),
         ({"iters": 1, "epochs": 1}, "--set: job.epochs = 1: expected no value here: iters is set"),
+        ({"env.A": [1]}, "--set: job.env[A] = [1]: expected a string"),
         ({"": 1}, "--set: job.'' = 1: expected a known key"),
     ],
 )
