@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from engine.api.nodes import NodesApi
 from engine.api.runs import RunsApi
 from engine.api.session import Session, stream
+from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.environments import (
+    FOLDER,
     EnvironmentPlan,
     EnvironmentProgress,
-    EnvironmentsReport,
+    NodePythons,
     choose_minor,
-    compare_with_node,
     inspect_node,
-    list_environments,
     make_environment,
     plan_environment,
+    remove_environment,
 )
-from engine.cluster.wheels import WheelCache, given_requirements, installed_here
-from engine.config.formats import resolved
+from engine.cluster.staging import gather_all
+from engine.cluster.transfer import Spread, read_manifest
+from engine.cluster.wheels import fetch_wheels, given_requirements, installed_here
+from engine.config.edit import write_pythons
 from engine.config.load import load_config
 from engine.config.models import Config, NodeConfig
-from engine.config.node_pythons import write_pythons
 from engine.errors import FlightDeckError, InputError, StateError
-from engine.node.probes.environment import FOLDER
 from engine.run.run_plan import read_plan
 from engine.security.audit import audit_log
 from engine.security.redact import redact
 from engine.security.sanitise import plain
+from engine.snapshots import CopyProgress
 
 
 class EnvironmentsApi:
@@ -43,88 +44,82 @@ class EnvironmentsApi:
     async def plan(
         self, config: Config, names: Collection[str] = (), *, offline: bool = False
     ) -> list[EnvironmentPlan]:
-        """One for each host of these nodes, by default of all; nothing is changed. `offline`: wheels are sent whether
-        or not a node reaches an index. Raises InputError, ConfigError."""
-        hosts, fleet = _hosts(config, names), self._session.fleet
-        given = given_requirements(config.environment, config.folder)
+        """One for each host of these nodes, by default of all; nothing is changed. `offline`: wheels are sent also
+        where an index is reached. Raises InputError, ConfigError."""
+        hosts, fleet, given = _hosts(config, names), self._session.fleet, given_requirements(config)
         packages = config.job.kind.packages(config.job.words)
         if given is None and "mlx" not in packages:
             todo = 'write [environment] requirements = ["torch", "accelerate"], or name a requirements file'
             raise InputError("the packages of a PyTorch job's environment are not known", todo=todo)
-        seen = await asyncio.gather(*(inspect_node(fleet.to(node)) for node in hosts))
-        minor = choose_minor(seen, config.environment.python or self._minor_of_others(config, hosts))
+        pythons = await asyncio.gather(*(inspect_node(fleet, node) for node in hosts))
+        minor = config.environment.python or self._minor_of_others(config, hosts) or choose_minor(pythons)
         wanted = installed_here if given is None else lambda _: given
-        plans = [plan_environment(node, pythons, minor, wanted) for node, pythons in zip(hosts, seen, strict=True)]
-        offline = offline or config.environment.wheels is not None
-        compared = (compare_with_node(fleet, plan, one, offline=offline) for plan, one in zip(plans, seen, strict=True))
-        return list(await asyncio.gather(*compared))
+        plans = [plan_environment(node, there, minor, wanted) for node, there in zip(hosts, pythons, strict=True)]
+        sends = offline or config.environment.wheels is not None
+        return [plan.model_copy(update={"online": plan.online and not sends}) for plan in plans]
 
     def make(self, config: Config, plans: Sequence[EnvironmentPlan]) -> AsyncGenerator[EnvironmentProgress, None]:
-        """Make what is planned, on all hosts at once; each host's last progress is `ended`, or `failed`. Closing the
+        """Make what is planned, on all hosts at once; each one's last progress is `ended` or `failed`. Closing the
         iterator ends it on the nodes; what has been sent or loaded by then is used the next time."""
-        source = config.environment.wheels
-        folder = Path(resolved(source, config.folder)) if source is not None else None
-        cache = WheelCache(self._session.home / "wheels", folder, pinned=config.environment.requirements is None)
+        fleet, downloads = self._session.fleet, dict[str, asyncio.Task[Path]]()
 
         async def work(report: Callable[[EnvironmentProgress], None]) -> None:
             async def make_one(plan: EnvironmentPlan) -> None:
-                def tell(text: str, **how: bool) -> None:
-                    report(EnvironmentProgress(node=plan.node, text=text, **how))
+                def tell(text: str, **end: bool) -> None:
+                    report(EnvironmentProgress(node=plan.node, text=text, **end))
 
-                details, outcome = {"node": plan.node, "ssh": plan.ssh, "id": plan.id}, "failed"
+                def tell_sent(progress: CopyProgress) -> None:
+                    tell(progress.note or f"{progress.bytes / 1e6:,.1f} of {progress.total / 1e6:,.1f} MB of wheels")
+
+                async def send_wheels(node: NodeConfig, folder: str) -> None:
+                    if (key := f"{plan.id} {plan.base}") not in downloads:
+                        fetch = fetch_wheels(config, plan, self._session.home / "wheels", tell)
+                        downloads[key] = asyncio.create_task(fetch)
+                    manifest = await read_manifest(fleet, THIS_MACHINE, str(await downloads[key]))
+                    await Spread(fleet, [manifest], {"folder": folder}, {}, tell_sent).run([node])
+
+                outcome = "failed"
                 try:
-                    if plan.problem:
-                        raise InputError(plan.problem, todo=plan.todo)
-                    made = await make_environment(self._session.fleet, plan, cache, tell)
+                    made = await make_environment(fleet, plan, send_wheels, tell)
                     outcome = "made"
                     tell(f"{plan.python}: {len(made.packages)} packages, {made.bytes / 1e6:,.0f} MB", ended=True)
-                except (FlightDeckError, OSError, ValidationError) as error:
+                except (FlightDeckError, OSError, ValueError) as error:
                     tell(redact(plain(error, 500)), failed=True)
                 finally:
-                    audit_log("environment", outcome, details, home=self._session.home)
+                    audit_log("environment", outcome, {"node": plan.node, "id": plan.id}, home=self._session.home)
 
             await asyncio.gather(*map(make_one, plans))
 
         return stream(work, name="environments")
 
     def use(self, config: Config, plans: Sequence[EnvironmentPlan]) -> Config:
-        """Write these environments' pythons into the configuration's file, which a person has agreed to; the
+        """Write these environments' pythons into the configuration's file, to which a person has agreed; the
         configuration as it is then. Raises InputError, ConfigError, StateError."""
-        write_pythons(config, {plan.ssh: plan.python for plan in plans})
-        assert config.file is not None
-        changed = load_config(config.file, config.overrides)
+        changed = load_config(write_pythons(config, {plan.ssh: plan.python for plan in plans}), config.overrides)
         self._nodes.accept(changed.digest)
         return changed
 
-    async def all(
-        self, config: Config, names: Collection[str] = (), *, remove: str = ""
-    ) -> dict[str, EnvironmentsReport | str]:
-        """Node → what there is on its host, or why that is not known. With `remove`, the environment of this id is
-        removed first; raises InputError where the configuration or a run that has not ended uses it."""
-        if remove and (users := self._users(config, remove)):
-            raise InputError(f"environment {remove} is not removed", why=f"used by {', '.join(users)}")
-
-        async def ask(node: NodeConfig) -> EnvironmentsReport | str:
-            pythons = (await inspect_node(self._session.fleet.to(node))).pythons
-            asked = node.model_copy(update={"python": pythons[0].path}) if pythons else node
-            try:
-                return await list_environments(self._session.fleet, asked, remove=remove)
-            except (FlightDeckError, OSError) as error:
-                return plain(error, 300)
-
+    async def all(self, config: Config, names: Collection[str] = ()) -> dict[str, NodePythons]:
+        """Node → the pythons and environments of its host, or why they are not known. Raises InputError."""
         hosts = _hosts(config, names)
-        answers = await asyncio.gather(*map(ask, hosts))
-        if remove:
-            removed = [
-                node.name
-                for node, one in zip(hosts, answers, strict=True)
-                if not isinstance(one, str) and not one.problem
-            ]
-            audit_log("environment", "removed", {"id": remove, "nodes": removed}, home=self._session.home)
-        return {node.name: answer for node, answer in zip(hosts, answers, strict=True)}
+        answers = await asyncio.gather(*(inspect_node(self._session.fleet, node) for node in hosts))
+        return dict(zip((node.name for node in hosts), answers, strict=True))
+
+    async def remove(self, config: Config, name: str, names: Collection[str] = ()) -> None:
+        """The environment of this id, from these nodes or all. Raises InputError where the configuration or a run that
+        has not ended uses it, LaunchError, NodeUnreachable, OSError."""
+        if re.fullmatch(r"[0-9a-f]{16}", name) is None:
+            raise InputError(f"{name[:80]!r} is no environment", todo="`flightdeck environments` lists them")
+        if users := self._users(config, name):
+            raise InputError(f"environment {name} is not removed", why=f"used by {', '.join(users)}")
+        hosts = _hosts(config, names)
+        audit_log(
+            "environment", "removed", {"id": name, "nodes": [node.name for node in hosts]}, home=self._session.home
+        )
+        await gather_all(remove_environment(self._session.fleet, node, name) for node in hosts)
 
     def _users(self, config: Config, name: str) -> list[str]:
-        """The configurations of which a node's python is in this environment."""
+        """The configurations with a node whose python is in this environment."""
         configs = {str(config.file or "this configuration"): config}
         for record in self._runs.all():
             if not record.state.ended:

@@ -7,7 +7,7 @@ import itertools
 import re
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from engine.config.overrides import Settings, overridden, path_of
 from engine.errors import ConfigError, InputError, StateError
 from engine.protocol.attempt import replacing
 from engine.protocol.job import AUTO
+from engine.security.identifiers import LOCAL
 
 EDITED_KEYS: Final = (
     *("learning_rate", "batch_size", "batch_tokens", "iters", "epochs", "lora_parameters.rank", "num_layers"),
@@ -35,7 +36,7 @@ _NODE_TABLES: Final = ("cluster", "node", "node_defaults")
 _FIXED_KEYS: Final = (*PATH_KEYS, "config", "framework", "command", "script", "elastic")
 """Settings of [job] that make it another one."""
 _TABLE = re.compile(r"\s*\[")
-_COMMENT = re.compile(r"[^\"'#]*(?P<comment>\s+#.*)")
+_COMMENT = re.compile(r"(?:[^\"'#]|\"[^\"\\]*\"|'[^']*')*?(?P<comment>\s+#.*)")
 
 
 def edited_settings(config: Config) -> dict[str, Any]:
@@ -144,12 +145,9 @@ def write_settings(config: Config, changes: Settings, *, backup: bool = False) -
     """Write the settings into the configuration's file, each in place of its own line or at the end of its
     table; all else stays as it is. With `backup` the former text is in the file whose path is returned. Raises
     InputError where there is no file, or it has a form that is only for a person to change; ConfigError, StateError."""
-    if config.file is None:
-        raise InputError("there is no file to write to", why="this configuration was not read from one")
     if others := [key for key in changes if path_of(key)[0] in _NODE_TABLES]:
         raise InputError(f"{', '.join(others)} cannot be written", todo=f"change it in {config.file}")
-    path = config.file.resolve()
-    before = read_text(path, "a flightdeck.toml")
+    path, before = _file_of(config)
     text, wanted = before.splitlines(), overridden(tomllib.loads(before), changes, path.parent)[0]
     for key in changes:
         *tables, name = path_of(key)
@@ -159,36 +157,65 @@ def write_settings(config: Config, changes: Settings, *, backup: bool = False) -
         _set(text, ".".join(tables), name, value)
         if other := SAME_KEYS.get(name):
             text[:] = [line for line in text if not re.match(rf"\s*{other}\s*=", line)]
+    missing = "into [job]: " + "; ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
+    names = (f"{path.name}.bak{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+    kept = next(file for name in names if not (file := path.with_name(name)).exists())
+    _write(path, text, wanted, missing, {kept: before} if backup else {})
+    return kept if backup else None
+
+
+def write_pythons(config: Config, pythons: Mapping[str, str]) -> Path:
+    """Write the `python` of the [[node]] tables with these `ssh`; the file. Raises as `write_settings` does."""
+    path, before = _file_of(config)
+    text, wanted, nodes = before.splitlines(), tomllib.loads(before), 0
+    for rank, node in enumerate(wanted.get("node", ())):
+        if (python := pythons.get(node.get("ssh", LOCAL))) is not None:
+            node["python"], nodes = python, nodes + 1
+            _set(text, "node", "python", python, rank)
+    missing = "into [[node]]: " + "; ".join(f"python = {toml_value(python)}" for python in pythons.values())
+    _write(path, text, wanted if nodes else {}, missing)
+    return path
+
+
+def _file_of(config: Config) -> tuple[Path, str]:
+    if config.file is None:
+        raise InputError("there is no file to write to", why="this configuration was not read from one")
+    path = config.file.resolve()
+    return path, read_text(path, "a flightdeck.toml")
+
+
+def _write(
+    path: Path, text: Sequence[str], wanted: Mapping[str, Any], missing: str, before: Mapping[Path, str] = {}
+) -> None:
+    """Write these lines, if they are what is wanted, and first the files of `before`. Raises InputError, StateError."""
     after = "\n".join(text) + "\n"
     try:
         as_wanted = tomllib.loads(after) == wanted
     except tomllib.TOMLDecodeError:
         as_wanted = False
     if not as_wanted:
-        todo = "write into [job]: " + "; ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
-        raise InputError("the keys cannot be set", where=str(path), why="the file has an unusual form", todo=todo)
-    names = (f"{path.name}.bak{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
-    kept = next(file for name in names if not (file := path.with_name(name)).exists())
+        why = "the file has an unusual form"
+        raise InputError("the keys cannot be set", where=str(path), why=why, todo=f"write {missing}")
     try:
-        for file, content in [(kept, before)] * backup + [(path, after)]:
+        for file, content in {**before, path: after}.items():
             with replacing(file, stat.S_IMODE(path.stat().st_mode)) as written:
                 written.write(content.encode())
     except OSError as error:
         raise StateError("cannot be written", where=str(path), why=error) from error
-    return kept if backup else None
 
 
 def _header(table: str) -> re.Pattern[str]:
     names = r"\s*\.\s*".join(map(re.escape, table.split(".")))
-    return re.compile(rf"\s*\[\s*{names}\s*\]\s*(#.*)?")
+    return re.compile(rf"\s*\[{{1,2}}\s*{names}\s*\]{{1,2}}\s*(#.*)?")
 
 
-def _set(text: list[str], table: str, key: str, value: object) -> None:
-    """Set the key of [table] among the lines of a file."""
+def _set(text: list[str], table: str, key: str, value: object, rank: int = 0) -> None:
+    """Set the key of [table], or of the [[table]] of this rank, among the lines of a file."""
     header, line = _header(table), f"{key} = {toml_value(value)}"
     if not any(map(header.fullmatch, text)):
         text += ["", f"[{table}]"]
-    first = next((number for number, line in enumerate(text, 1) if header.fullmatch(line)), len(text))
+    places = (number for number, line in enumerate(text, 1) if header.fullmatch(line))
+    first = next(itertools.islice(places, rank, None), len(text))
     end = next((number for number in range(first, len(text)) if _TABLE.match(text[number])), len(text))
     while end > first and not (text[end - 1].strip() and text[end - 1].lstrip()[0] != "#"):
         end -= 1

@@ -20,8 +20,7 @@ from engine.security.paths import path_fault
 
 ON_NODE = "a path on the node: absolute, or below the home directory of its user (~/…)"
 _OTHER_NAMES = frozenset({"localhost", "::1", "ip6-localhost"})
-_INDEX = re.compile(r"(--(extra-)?index-url|-i)[ =]")
-_LONGEST_REQUIREMENT = 2000
+_REQUIREMENT = re.compile(r"(--(extra-)?index-url[ =]|[A-Za-z0-9][\w.-]*\s*(\[|[<>=!~;@]|--hash|$))[ -~]{0,2000}")
 _DEVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
@@ -183,24 +182,11 @@ def web_address_form(text: object) -> str | None:
 
 
 def requirements_form(value: object) -> str | None:
-    if isinstance(value, str):
-        return path_form(value)
-    accepted = 'a list such as ["mlx==0.32.1", "mlx-lm"], or the path of a requirements file'
-    if value is not None and not isinstance(value, list | tuple):
-        return accepted
-    return next((f"{accepted}; in it {fault}" for line in value or () if (fault := requirement_form(line))), None)
-
-
-def requirement_form(line: object) -> str | None:
-    """None also for an option that names an index, and with a requirement's hashes."""
-    if not isinstance(line, str) or not line.isprintable() or len(line) > _LONGEST_REQUIREMENT:
-        return "one requirement a line"
-    if line.startswith("-"):
-        return None if _INDEX.match(line) else "--index-url and --extra-index-url as the only options"
-    return None if line[:1].isalnum() and "file:" not in line else "packages by name, no path"
-
-
-def minor_form(value: object) -> str | None:
-    if value is None or (isinstance(value, str) and re.fullmatch(r"3\.1[0-9]", value)):
-        return None
-    return 'a version of Python such as "3.12", 3.10 at least'
+    """The path of a file, or lines for pip: packages by name, with hashes, or an option that names an index."""
+    if value is None or isinstance(value, str):
+        return path_form(value) if value is not None else None
+    accepted = 'a list of packages by name and --index-url options, as ["mlx==0.32.1", "mlx-lm"], or a file\'s path'
+    for number, line in enumerate(value if isinstance(value, list | tuple) else (None,), 1):
+        if not isinstance(line, str) or not _REQUIREMENT.fullmatch(line) or "file:" in line:
+            return f"{accepted}: line {number} is none of these"
+    return None

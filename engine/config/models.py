@@ -392,7 +392,7 @@ class EnvironmentConfig(_Section):
     """Its packages: a list as in `["mlx==0.32.1", "mlx-lm"]`, or a requirements file on this machine. The lines are
     requirements by name, `--index-url` or `--extra-index-url`. Default: mlx and mlx-lm with all that they need, in the
     versions of this machine; required for framework `torch`."""
-    python: Annotated[str | None, BeforeValidator(accepts(formats.minor_form))] = None
+    python: Annotated[str, Field(pattern=r"^3\.1[0-9]$")] | None = None
     """Its Python: `"3.12"`. Default: this machine's where every node can have it, else the newest that all have."""
     wheels: _HeadPath | None = None
     """Folder on this machine with the wheels of all packages, which are sent to the nodes: nothing then comes from a

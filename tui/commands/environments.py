@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 
-from engine.api import Config, Engine, EnvironmentPlan, EnvironmentsReport, ExitCode
+from engine.api import Config, Engine, EnvironmentPlan, ExitCode, NodePythons
 from engine.errors import InputError
 from tui.commands.terminal import Lines, accepted_config, agreed_to, is_person, print_json, progress_lines
 from tui.formatting import size, table
@@ -26,31 +26,29 @@ def environments(options: argparse.Namespace, engine: Engine) -> int:
     if options.action == "remove":
         _agree(options, f"remove environment {options.id} from {', '.join(options.node) or 'every node'}?")
 
-    async def ask() -> dict[str, EnvironmentsReport | str]:
-        async with engine:
-            return await engine.environments.all(config, options.node, remove=options.id or "")
-
-    reports = asyncio.run(ask())
+    reports = asyncio.run(_ask(options, engine, config))
     if options.json:
         print_json(reports)
     else:
-        _print_reports(config, reports, options.id)
-    failed = any(isinstance(report, str) or report.problem for report in reports.values())
-    return ExitCode.FAILED if failed else ExitCode.OK
+        _print_reports(config, reports)
+    return ExitCode.FAILED if any(report.problem for report in reports.values()) else ExitCode.OK
 
 
-def _print_reports(config: Config, reports: dict[str, EnvironmentsReport | str], removed: str | None) -> None:
-    lines, pythons = Lines(), {node.name: node.python for node in config.nodes}
-    rows = []
+async def _ask(options: argparse.Namespace, engine: Engine, config: Config) -> dict[str, NodePythons]:
+    async with engine:
+        if options.id is not None:
+            await engine.environments.remove(config, options.id, options.node)
+        return await engine.environments.all(config, options.node)
+
+
+def _print_reports(config: Config, reports: dict[str, NodePythons]) -> None:
+    lines, pythons, rows = Lines(), {node.name: node.python for node in config.nodes}, []
     for node, report in reports.items():
-        if isinstance(report, str) or report.problem:
-            lines.wrap(f"{lines.ink(node, 'red')}: ", report if isinstance(report, str) else report.problem or "", 2)
-        elif removed:
-            lines.say(f"{node}: environment {removed} is removed")
-        for made in [] if isinstance(report, str) else report.environments:
-            packages = ", ".join(
-                f"{name} {made.packages[name]}" for name in ("mlx", "mlx-lm", "torch") if name in made.packages
-            )
+        if report.problem:
+            lines.wrap(f"{lines.ink(node, 'red')}: ", report.problem, 2)
+        for made in report.environments:
+            versions = {name: made.packages.get(name) for name in ("mlx", "mlx-lm", "torch")}
+            packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
             used = "in use" if f"/{made.id}/" in pythons[node] else ""
             since = f"{datetime.fromtimestamp(made.made_at):%Y-%m-%d %H:%M}"
             rows.append([node, made.id, packages or f"{len(made.packages)} packages", size(made.bytes), since, used])

@@ -39,8 +39,6 @@ PROBES = {
     "addresses": Probe("network"),
     "configuration": Probe("model_files"),
     "copies": Probe("copies"),
-    "environment": Probe("environment", streams=True, own_process=True),
-    "environments": Probe("environment", own_process=True),
     "examples": Probe("dataset"),
     "facts": Probe("facts"),
     "free_ports": Probe("network"),
