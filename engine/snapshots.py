@@ -453,7 +453,7 @@ class RunSnapshot:
     """The results of a task on what another run has trained."""
     trackers: tuple[TrackerStatus, ...] = ()
     notifications: tuple[Notification, ...] = ()
-    """Those that were told, the oldest first; only the newest if there are many."""
+    """Those that were told, the oldest first."""
 
     @property
     def ended(self) -> bool:

@@ -464,7 +464,7 @@ class EngineClient:
             self._store.change(busy=None)
 
     async def test_notifications(self, config: Config) -> None:
-        """Send a test by each channel of [notify]; each answer is shown."""
+        """Show what each channel of [notify] answers to a test."""
         with self._request("notify"):
             if not self.engine.nodes.is_accepted(config, launch=True):
                 raise InputError("nobody has accepted what the configuration runs", todo="flightdeck notify test")

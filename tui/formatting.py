@@ -337,8 +337,7 @@ def terminal_notification(text: str) -> str:
 
 def tracker_texts(tracker: TrackerStatus) -> list[str]:
     """The command or address that shows its curves, and its failure."""
-    ended = "tells nothing more" if tracker.name == "notifier" else "is no longer written"
-    failed = f"{tracker.name} {ended}: {tracker.problem}" if tracker.problem is not None else None
+    failed = f"{tracker.name} is no longer written: {tracker.problem}" if tracker.problem is not None else None
     return [text for text in (tracker.use, failed) if text is not None]
 
 

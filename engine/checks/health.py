@@ -39,7 +39,6 @@ _PREVENTED = re.compile(r"^\s*(PreventUserIdleSystemSleep|PreventSystemSleep)\s+
 _NVIDIA = re.compile(r"^\s*(\d{1,10})\s*,\s*(\d{1,9})\s*,\s*(.{1,200}?)\s*$", re.MULTILINE)
 
 _POWER_EVENT = re.compile(r"^\s*(?:\[\d+\]\s+)?((?:sleep|shutdown|restart) at .{1,100})$", re.MULTILINE)
-_EVENTS_SHOWN = 3
 _ENERGY = re.compile(r"^ (\w+) +(\d{1,6})\s*$", re.MULTILINE)
 _LIT = "its display never sleeps, and can panic a Mac that trains (mlx#3267); or set display_sleep = true in [job]"
 
@@ -158,7 +157,7 @@ def _check_energy(config: Config, load: LoadResult, findings: NodeFindings) -> N
         return
     repeated, _, once = load.energy.partition("Scheduled power events")
     for text, command, zone in ((repeated, "repeat cancel", ""), (once, "schedule cancelall", " UTC")):
-        for event in _POWER_EVENT.findall(text)[:_EVENTS_SHOWN]:
+        for event in _POWER_EVENT.findall(text)[:3]:
             effect = "cancels these power events, also those that wake it; pmset makes them again"
             findings.warn(f"macOS is to {plain(event, 100)}{zone}", Fix(f"sudo pmset {command}", effect))
     if "AutomaticallyInstallMacOSUpdates = 1;" in load.energy:

@@ -14,7 +14,6 @@ from engine.snapshots import Notification
 
 NOTIFIER = "notifier"
 """As TrackerFailed names it."""
-_MOST = 1_000
 _TEXT_LIMIT = 500
 
 
@@ -24,16 +23,13 @@ class NotificationTail:
     def __init__(self, path: Path) -> None:
         self._tail = LineTail(path)
         self.by_key: dict[str, Notification] = {}
-        """The key that tells an event from all others → its notification, in their order."""
         self.unanswered: set[str] = set()
         """Keys of those that are being sent, or were when the notifier was killed."""
         self.keys: set[str] = set()
-        """Also of those that were one too many."""
+        """Also those of what was held back: `held` has the events that the next notification sums up."""
         self.held: list[str] = []
-        """The events of these, which the next notification sums up."""
 
     def poll(self) -> None:
-        """Raises StateError."""
         for entry in self._tail.objects():
             self.take(entry)
 
@@ -47,7 +43,7 @@ class NotificationTail:
         elif "held" in entry:
             self.keys.add(key)
             self.held.append(event)
-        elif at is not None and len(self.by_key) < _MOST:
+        elif at is not None:
             title, text = (plain(entry.get(name), _TEXT_LIMIT) for name in ("title", "text"))
             self.by_key[key] = Notification(event, title, text, at, plain(entry.get("run"), 100))
             self.keys.add(key)

@@ -36,8 +36,6 @@ _POLL_S = 5.0
 _MOST_AN_HOUR = 6
 """Events of a run that goes on, which may recover again and again."""
 _TEXT_LIMIT = 500
-_LONG_STEPS = 5
-"""As many of the usual steps are no hang yet (RecoveryConfig.hang_s)."""
 _ENDINGS = {
     RunState.SUCCEEDED: ("end", "has succeeded"),
     RunState.COMPLETED: ("end", "has completed on the nodes that answer"),
@@ -92,13 +90,13 @@ def _figures(snapshot: RunSnapshot) -> str:
 
 
 def _stall(snapshot: RunSnapshot, config: Config, now: datetime) -> tuple[str, str] | None:
-    """When half of the time has passed after which the run would be hung, or `stall_s` where that is not judged."""
-    quiet, record = snapshot.quiet, snapshot.record
-    if quiet is None:
+    """At half of hang_s, which 5 long steps extend, or of stall_s where no hang is judged."""
+    if (quiet := snapshot.quiet) is None:
         return None
+    record = snapshot.record
     left = (record.iterations or 0) - (record.iteration or 0)
     step_s = snapshot.eta_s / left if snapshot.eta_s is not None and left > 0 else 0.0
-    limit_s = max(quiet.hang_s or config.recovery.stall_s, _LONG_STEPS * step_s)
+    limit_s = max(quiet.hang_s or config.recovery.stall_s, 5 * step_s)
     silent_s = (now - quiet.since).total_seconds()
     if silent_s < limit_s / 2:
         return None
@@ -139,9 +137,8 @@ class Notifier:
         title, text = (plain(self._redactor(words), _TEXT_LIMIT) for words in (notification.title, text))
         notification = replace(notification, title=title, text=text)
         self._write(key, **{**document(notification), "at": notification.at.timestamp()})
-        answers = send_to_all(self._config, notification)
-        problems = [f"{answer.channel}: {answer.answer}" for answer in answers if not answer.sent]
-        self._write(key, problems=problems)
+        failed = [answer for answer in send_to_all(self._config, notification) if not answer.sent]
+        self._write(key, problems=[f"{answer.channel}: {answer.answer}" for answer in failed])
 
     def _write(self, key: str, **fields: Any) -> None:
         entry = {"key": key, **fields}

@@ -227,7 +227,7 @@ class RunWatch:
 
     def _trackers(self) -> Iterator[TrackerStatus]:
         if (why := self._history.trackers_failed.get(NOTIFIER)) is not None:
-            yield TrackerStatus(NOTIFIER, None, why)
+            yield TrackerStatus("notifications.jsonl", None, why)
         for name in self._plan.config.job.trackers if self._series.tail.offset else ():
             yield TrackerStatus(name, _use(self._rundir, name), self._history.trackers_failed.get(name))
 

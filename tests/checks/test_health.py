@@ -15,6 +15,7 @@ from engine.errors import LaunchError, NodeUnreachable
 from engine.models import CheckResult, CheckStatus, NodeFacts
 from tests.checks.conftest import run_check
 from tests.checks.recorded import STUDIO, mac, studio
+from tests.cluster.mac.commands import SETTINGS
 from tests.unit.cluster.cuda_nodes import cuda_node
 
 PREVENTED = """2026-11-21 12:00:00 +0100
@@ -144,6 +145,7 @@ def energy(custom: str = CUSTOM, *, schedule: str = "", updates: int = 0) -> Che
 def test_settings_that_let_a_mac_work_all_night_pass() -> None:
     wakes = "Scheduled power events:\n [0]  wake at 12/02/2026 06:55:00 by 'x'\n"
     assert energy(schedule=wakes).status is CheckStatus.PASS
+    assert energy(SETTINGS["custom"]).status is CheckStatus.PASS, "as on a Mac of the test cluster"
 
 
 def test_a_scheduled_shutdown_or_restart_warns_with_what_cancels_it() -> None:

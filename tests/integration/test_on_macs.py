@@ -123,8 +123,12 @@ def test_macs_are_known_planned_and_checked(macs: MacCluster, home: Path, studio
     plan = document(home, studio, "plan")
     hosts = plan["distributed_config"]["hostfile"]["document"]["hosts"]
     assert [host["ips"] for host in hosts] == [["192.168.0.5"], ["192.168.0.6"]], "each listens on the cable"
-    checked = document(home, studio, "preflight")
-    assert [check["name"] for check in checked["checks"] if check["status"] == "fail"] == [], checked
+    mac(macs, "ana").set_fault("defaults", output="{\n    AutomaticallyInstallMacOSUpdates = 1;\n}\n")
+    checked = {check["name"]: check for check in document(home, studio, "preflight")["checks"]}
+    mac(macs, "ana").mend_commands()
+    assert [name for name, check in checked.items() if check["status"] == "fail"] == [], checked
+    assert "macOS installs its updates by itself" in checked["health_check"]["summary"]
+    assert list(checked["health_check"]["fixes"]) == ["ana"]
 
 
 @pytest.mark.parametrize(

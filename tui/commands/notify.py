@@ -12,15 +12,11 @@ from tui.formatting import terminal_notification
 
 def notify(options: argparse.Namespace, engine: Engine) -> int:
     config = accepted_config(options, engine, launch=True)
-    answers = engine.checks.notifications(config)
+    answers, lines = engine.checks.notifications(config), Lines()
     if config.notify.terminal and is_person(sys.stderr):
         sys.stderr.write(terminal_notification("a test of flightdeck"))
     if options.json:
-        print_json({"channels": answers, "terminal": config.notify.terminal})
-    else:
-        lines = Lines()
-        for answer in answers:
-            lines.say(f"{lines.word('pass' if answer.sent else 'fail', 5)}{answer.channel}: {answer.answer}")
-        if config.notify.terminal:
-            lines.say("     terminal: the console rings and sends OSC 9 while it is open")
+        print_json({"channels": answers})
+    for answer in () if options.json else answers:
+        lines.say(f"{lines.word('pass' if answer.sent else 'fail', 5)}{answer.channel}: {answer.answer}")
     return ExitCode.OK if all(answer.sent for answer in answers) else ExitCode.FAILED
