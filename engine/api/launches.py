@@ -66,6 +66,12 @@ class LaunchesApi:
             await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, seen)
         return plan
 
+    async def plans(self, configs: Sequence[Config]) -> list[TrainingPlan]:
+        """Plan jobs on the same nodes, which are probed once."""
+        async with CheckContext(configs[0], self._session.fleet) as context:
+            facts = list((await context.facts()).values())
+        return [await self.plan(config, facts=facts) for config in configs]
+
     async def model(self, config: Config) -> dict[str, Any] | None:
         """config.json of the job's model, from the first node that has it; None where none told it."""
         async with CheckContext(config, self._session.fleet) as context:

@@ -42,9 +42,8 @@ class ConfigValue:
     """Without secrets."""
     source: str
     """"flightdeck.toml:12", "lora.yaml:3", "--set", "default"."""
-    file: Path | None = None
-    line: int | None = None
-    """In the file, from 1."""
+    place: tuple[Path, int | None] | None = None
+    """The file, and its line, from 1."""
 
     @property
     def text(self) -> str:
@@ -55,10 +54,18 @@ class ConfigValue:
 @dataclass(frozen=True)
 class PlacedFault:
     fault: ConfigFault
-    file: Path
     line: int | None = None
     text: str = ""
     """The line's, without control characters."""
+
+    @property
+    def where(self) -> str:
+        return f"line {self.line}" if self.line is not None else Path(self.fault.file).name
+
+    @property
+    def place(self) -> tuple[Path, int | None] | None:
+        """None of what was set beside the file."""
+        return (Path(self.fault.file), self.line) if Path(self.fault.file).is_file() else None
 
     @property
     def what(self) -> str:
@@ -84,11 +91,11 @@ def effective(file: Path, overrides: Mapping[str, Any] = {}, *, every: bool = Fa
     sources, redact = _Sources(config, file), config.job.redactor()
     values = []
     for path, name, value in _values(config):
-        source, place, line = sources.of(path)
+        source, place = sources.of(path)
         if not every and (value is None or (source == DEFAULT and path[0] != "job")):
             continue
         public = path[:2] != ("job", "env") or is_public(str(path[-1]))
-        values.append(ConfigValue(name, redact.document(value) if public else REDACTED, source, place, line))
+        values.append(ConfigValue(name, redact.document(value) if public else REDACTED, source, place))
     return values
 
 
@@ -131,13 +138,13 @@ class _Sources:
         counts = [1 if job.get("elastic") else table.get("processes", 1) for table in changed.get("node", ())]
         self._tables = [number for number, count in enumerate(counts) for _ in range(count)]
 
-    def of(self, path: TomlPath) -> tuple[str, Path | None, int | None]:
+    def of(self, path: TomlPath) -> tuple[str, tuple[Path, int | None] | None]:
         """The source of a value, with file and line where it has some."""
         table, *names = path
         if table == "node":
             rank, key, *_ = names
             if self._hostfile is not None and key in ("name", "ssh", "ips", "rdma"):
-                return self._hostfile, None, None
+                return self._hostfile, None
             path = ("node", self._tables[int(rank)], key) if self._tables else path
             if _value(self._document, path) is None:
                 path = ("node_defaults", key)
@@ -145,18 +152,18 @@ class _Sources:
                     return self.of(("job", key))
         dotted = ".".join(f"[{part}]" if isinstance(part, int) else part for part in path).replace(".[", "[")
         if any(f"{dotted}.".startswith(f"{key}.") for key in self._set):
-            return "--set", None, None
+            return "--set", None
         auto = " (auto)" if path == ("job", "learning_rate") else ""
         for file, value, key in (
             (self._file, _value(self._document, path), dotted),
             (self._yaml, _value(self._keys, tuple(names)) if table == "job" else None, dotted.removeprefix("job.")),
         ):
             if file is not None and value is not None:
-                place = line_of(file, key)
-                number = f":{place[0]}" if place is not None else ""
-                return f"{file.name}{number}{auto * (value == AUTO)}", file, place[0] if place is not None else None
+                line, _ = line_of(file, key) or (None, "")
+                number = f":{line}" if line is not None else ""
+                return f"{file.name}{number}{auto * (value == AUTO)}", (file, line)
         inherited = self._hostfile if path[:2] == ("job", "env") else None
-        return inherited or DEFAULT, None, None
+        return inherited or DEFAULT, None
 
 
 def _value(document: Any, path: TomlPath) -> Any:
@@ -173,8 +180,8 @@ def placed(error: ConfigError) -> list[PlacedFault]:
     """Each fault, with its line of the file where it has one."""
     faults = []
     for fault in error.faults:
-        line, text = line_of(file := Path(fault.file), fault.key) or (None, "")
-        faults.append(PlacedFault(fault, file, line, sanitise_text(text).strip()[:_SHOWN]))
+        line, text = line_of(Path(fault.file), fault.key) or (None, "")
+        faults.append(PlacedFault(fault, line, sanitise_text(text).strip()[:_SHOWN]))
     return faults
 
 

@@ -558,6 +558,11 @@ class TrainingPlan(FrozenModel):
     def refused(self) -> bool:
         return bool(self.refusals)
 
+    @property
+    def launchable(self) -> bool:
+        """As it stands, by this release."""
+        return self.strategy.launchable and not self.refused
+
     def document(self, form: Literal["v1", "v2"] = "v2") -> dict[str, Any]:
         """JSON values; "v1" has only the first seven sections and no version."""
         whole: dict[str, Any] = self.model_dump(mode="json", by_alias=True)

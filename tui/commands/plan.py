@@ -61,7 +61,7 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
         for line in written:
             lines.say(f"  {line}")
         return ExitCode.OK
-    return ExitCode.OK if _launchable(made) else ExitCode.FAILED
+    return ExitCode.OK if made.launchable else ExitCode.FAILED
 
 
 def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]) -> int:
@@ -71,9 +71,8 @@ def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]
 
     async def make() -> list[TrainingPlan]:
         async with engine:
-            facts = await engine.nodes.probe(configs[0])
             chosen = [with_strategy(config, options.strategy, options.layer_split) for config in configs]
-            return [await engine.launches.plan(one, strategy=options.strategy, facts=facts) for one in chosen]
+            return await engine.launches.plans(chosen)
 
     plans = asyncio.run(make())
     if options.json or options.format is not None:
@@ -82,13 +81,9 @@ def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]
         width = max(len(made.job) for made in plans) + 2
         for made in plans:
             rows, refused = dict(summary(made)), [f"{refusal.name}: {refusal.text}" for refusal in made.refusals]
-            texts = refused or [rows[label] for label in ("memory", "throughput") if label in rows]
+            texts = refused or [f"{label} {rows[label]}" for label in ("memory", "throughput") if label in rows]
             Lines().wrap(f"{made.job:<{width}}", "; ".join(texts), width)
-    return ExitCode.OK if all(map(_launchable, plans)) else ExitCode.FAILED
-
-
-def _launchable(made: TrainingPlan) -> bool:
-    return made.strategy.launchable and not made.refused
+    return ExitCode.OK if all(made.launchable for made in plans) else ExitCode.FAILED
 
 
 def _capacity(options: argparse.Namespace, engine: Engine) -> int:

@@ -62,19 +62,14 @@ def value_rows(values: Sequence[ConfigValue], width: int) -> list[Row]:
         key = f"{value.key:<{_KEY}}  "
         room = max(8, width - _FRAME - len(key) - len(value.source) - 2)
         text = f"{shortened(value.text, room):<{room}}  "
-        line = (value.file, value.line) if value.file is not None else None
-        rows.append((Content.assemble((key, "bold"), text, (value.source, MUTED)), line))
+        rows.append((Content.assemble((key, "bold"), text, (value.source, MUTED)), value.place))
     return rows
 
 
 def fault_rows(faults: Sequence[PlacedFault], width: int) -> list[Row]:
-    rows = list[Row]()
-    for fault in faults:
-        label = f"line {fault.line}" if fault.line is not None else fault.file.name
-        lines = [pair(label, fault.text, width - _FRAME), pair("", fault.what, width - _FRAME, style="$error")]
-        # "--set" is none.
-        rows.append((Content("\n").join(lines), (fault.file, fault.line) if fault.file.is_file() else None))
-    return rows
+    room = width - _FRAME
+    texts = [(pair(one.where, one.text, room), pair("", one.what, room, style="$error")) for one in faults]
+    return [(Content("\n").join(lines), one.place) for lines, one in zip(texts, faults, strict=True)]
 
 
 def editor_at(editor: Sequence[str], file: Path, line: int | None) -> list[str]:

@@ -63,7 +63,8 @@ def test_each_value_has_its_source(path: Path) -> None:
         "checkpoint.keep": "--set",
     }
     assert {key: values[key].source for key in sources} == sources
-    assert (values["lora_parameters.rank"].file, values["lora_parameters.rank"].line) == (path.parent / "lora.yaml", 3)
+    assert values["lora_parameters.rank"].place == (path.parent / "lora.yaml", 3)
+    assert values["batch_size"].place is None
     assert values["learning_rate"].value == 2e-05 and values["name"].text == '"m"'
     assert (values["env.MLX_LEVEL"].value, values["env.HF_TOKEN"].value) == ("1", "[redacted]")
     assert not {"iters", "recovery.max_restarts", "node.ultra.share"} & values.keys()
@@ -85,7 +86,7 @@ def test_faults_have_their_lines_in_both_files(path: Path) -> None:
     path.with_name("lora.yaml").write_text(YAML.replace("epochs: 2", "epochs: many\nlora_layers: 2"))
     with pytest.raises(ConfigError) as caught:
         load_config(path)
-    lines = {(fault.file.name, fault.line, fault.text) for fault in placed(caught.value)}
+    lines = {(Path(fault.fault.file).name, fault.line, fault.text) for fault in placed(caught.value)}
     assert lines == {
         ("flightdeck.toml", 21, "evry = 7"),
         ("lora.yaml", 5, "epochs: many"),
