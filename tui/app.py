@@ -600,9 +600,7 @@ class FlightDeckApp(App[None]):
         """The faults that it leaves are shown once the file has been read again."""
         self._edited_here = True
         editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
-        self._in_terminal(
-            "the editor", "this machine", f"editing {file}", lambda: editor_at(shlex.split(editor), file, line)
-        )
+        self._in_terminal("the editor", "this machine", f"editing {file}", partial(editor_at, editor, file, line))
 
     def do_configuration(self) -> None:
         """The values that count, or the faults of the file as it is now."""
@@ -627,9 +625,8 @@ class FlightDeckApp(App[None]):
     async def _switch(self, folder: Path, shown: Path | None) -> None:
         listed = await asyncio.to_thread(api.configurations, folder)
         files = dict(zip(string.digits[1:] + string.ascii_uppercase, listed, strict=False))
-        here = "it is the one that is shown"
         choices = [
-            DialogChoice(key, file.path.name, file.about, here if file.path == shown else file.fault or None)
+            DialogChoice(key, file.path.name, file.about, "it is shown" if file.path == shown else file.fault or None)
             for key, file in files.items()
         ]
         if choices:

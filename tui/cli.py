@@ -280,7 +280,6 @@ def _cluster(commands: Commands) -> None:
         "config.config",
         "the configuration that counts, each value with where it was set",
         ("flightdeck config --set learning_rate=1e-5", "what is set, and all of [job]"),
-        ("flightdeck config --schema > flightdeck.schema.json", "for editors: keys, forms and what they mean"),
         adopts=False,
     )
     _config(config)

@@ -56,7 +56,7 @@ async def test_another_file_of_the_folder_counts_once_it_is_chosen(
         assert config is not None and config.job.mlx_lm["seed"] == 7
         await console.press("F")
         await console.shows("long.toml")
-        assert "not now: job.data = (not set)" in console.screen and "it is the one that is shown" in console.screen
+        assert "not now: job.data = (not set)" in console.screen and "not now: it is shown" in console.screen
         await console.press("1")
         assert not console.on_deck, "a refused file cannot be chosen"
         await console.press("3")
@@ -85,13 +85,13 @@ async def test_what_the_form_writes_counts_over_what_was_set_beside_the_file(
 @pytest.mark.parametrize(
     ("editor", "line", "command"),
     [
-        (["vi"], 5, ["vi", "+5", "/f"]),
-        (["/usr/bin/code", "-w"], 5, ["/usr/bin/code", "-w", "-g", "/f:5"]),
-        (["subl"], 5, ["subl", "/f:5"]),
-        (["code"], None, ["code", "/f"]),
+        ("vi", 5, ["vi", "+5", "/f"]),
+        ("/usr/bin/code -w", 5, ["/usr/bin/code", "-w", "-g", "/f:5"]),
+        ("subl", 5, ["subl", "/f:5"]),
+        ("code", None, ["code", "/f"]),
     ],
 )
-def test_an_editor_opens_at_the_line(editor: list[str], line: int | None, command: list[str]) -> None:
+def test_an_editor_opens_at_the_line(editor: str, line: int | None, command: list[str]) -> None:
     assert editor_at(editor, Path("/f"), line) == command
 
 

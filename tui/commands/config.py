@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from engine import api
-from engine.api import Engine, ExitCode
+from engine.api import SCHEMA, Engine, ExitCode, effective, parse_settings
 from tui.commands.terminal import Lines, config_file, print_json
 from tui.formatting import table
 
@@ -13,10 +12,10 @@ from tui.formatting import table
 def config(options: argparse.Namespace, engine: Engine) -> int:
     """Print the effective configuration; nothing is run."""
     if options.schema:
-        print(api.SCHEMA.read_text(encoding="utf-8"), end="")
+        print(SCHEMA.read_text(encoding="utf-8"), end="")
         return ExitCode.OK
     file = config_file(options)
-    values = api.effective(file, api.parse_settings(options.set), every=options.all)
+    values = effective(file, parse_settings(options.set), every=options.all)
     if options.json:
         shown = [{"key": value.key, "value": value.value, "source": value.source} for value in values]
         print_json({"file": str(file.absolute()), "values": shown})

@@ -3,6 +3,7 @@ editor at the line."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
 Line = tuple[Path, int | None]
 """A file, and the line from 1."""
 Row = tuple[Content, Line | None]
-_FRAME: Final = 8
-"""Cells of a line beside its text."""
-_KEY: Final = 23
-"""Cells that a key has; one that is longer takes some of its value's."""
+_FRAME, _KEY = 8, 23
+"""Cells of a line beside its text, and those of a key; one that is longer takes some of its value's."""
 _GOTO: Final = {"code": ("-g", "{}:{}"), "codium": ("-g", "{}:{}"), "cursor": ("-g", "{}:{}"), "subl": ("{}:{}",)}
 """How editors that do not take +LINE open a file at a line."""
 
@@ -72,9 +71,8 @@ def fault_rows(faults: Sequence[PlacedFault], width: int) -> list[Row]:
     return [(Content("\n").join(lines), one.place) for lines, one in zip(texts, faults, strict=True)]
 
 
-def editor_at(editor: Sequence[str], file: Path, line: int | None) -> list[str]:
-    """The editor's command for a file at a line: `+LINE`, but for those that take it otherwise."""
-    if line is None:
-        return [*editor, str(file)]
-    form = _GOTO.get(Path(editor[0]).name, (f"+{line}", "{}"))
-    return [*editor, *(word.format(file, line) for word in form)]
+def editor_at(editor: str, file: Path, line: int | None) -> list[str]:
+    """The command for a file at a line: `+LINE`, but for editors that take it otherwise. Raises ValueError."""
+    words = shlex.split(editor)
+    form = _GOTO.get(Path(words[0]).name, ("+{1}", "{0}")) if line is not None else ("{0}",)
+    return [*words, *(word.format(file, line) for word in form)]

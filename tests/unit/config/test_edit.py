@@ -132,6 +132,16 @@ def test_all_faults_are_named_and_nothing_is_changed(path: Path) -> None:
         parse_settings(["rank"])
 
 
+def test_other_tables_change_and_the_nodes_stay(path: Path) -> None:
+    path.write_text(FILE.replace("[[node]]\n", '[[node]]\nname = "a"\nprocesses = 2\nips = ["127.0.0.1"]\n'))
+    config = load_config(path)
+    changed = with_settings(config, {"checkpoint.every": 2, "strategy": "sharded", "name": "again"}, "--set")
+    assert (changed.checkpoint.every, changed.job.strategy, changed.job.name) == (2, "sharded", "again")
+    assert changed.nodes == config.nodes and changed.job.mlx_lm == config.job.mlx_lm
+    with pytest.raises(ConfigError, match=r"^--set: node\.a\.python = '/x': expected no value here"):
+        with_settings(config, {"node.a.python": "/x"}, "--set")
+
+
 @pytest.mark.parametrize("value", ["[" * 5000, "9" * 5000, "2026-13-01"], ids=["brackets", "digits", "date"])
 def test_a_value_that_toml_cannot_read_is_a_text(value: str) -> None:
     assert parse_settings([f"seed={value}"]) == {"seed": value}
