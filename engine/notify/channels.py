@@ -44,6 +44,8 @@ _TOTAL_LIMIT_S = 45.0
 _ANSWER_LIMIT = 200
 _DISCORD_LIMIT = 2_000
 _DISPLAY = ("on run argv", "display notification (item 2 of argv) with title (item 1 of argv)", "end run")
+Send = Callable[[Notification], str]
+"""Returns what came back. Raises NotSentError."""
 
 
 class NotSentError(Exception):
@@ -51,10 +53,6 @@ class NotSentError(Exception):
         """`again`: another try may succeed."""
         super().__init__(why)
         self.again = again
-
-
-Send = Callable[[Notification], str]
-"""Returns what came back. Raises NotSentError."""
 
 
 def notification(event: str, title: str, text: str) -> Notification:
@@ -89,13 +87,16 @@ def send_to_all(config: Config, news: Notification) -> list[ChannelAnswer]:
     def send(name: str) -> None:
         for pause_s in _PAUSES_S:
             time.sleep(pause_s)
+            sent = again = False
             try:
-                answers[name] = ChannelAnswer(name, True, plain(redactor(senders[name](news)), _ANSWER_LIMIT))
-                return
+                text, sent = senders[name](news), True
             except NotSentError as fault:
-                answers[name] = ChannelAnswer(name, False, plain(redactor(str(fault)), _ANSWER_LIMIT))
-                if not fault.again:
-                    return
+                text, again = str(fault), fault.again
+            except Exception as fault:  # One of a library's own, whose text may have the address.
+                text = type(fault).__name__
+            answers[name] = ChannelAnswer(name, sent, plain(redactor(text), _ANSWER_LIMIT))
+            if not again:
+                return
 
     threads = [threading.Thread(target=send, args=(name,), daemon=True) for name in senders]
     deadline = time.monotonic() + _TOTAL_LIMIT_S

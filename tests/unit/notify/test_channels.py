@@ -190,6 +190,14 @@ def test_apprise_gets_the_address_of_its_variable(
     assert calls[:2] == ["tgram://123/456", {"title": FAILURE.title, "body": FAILURE.text}]
 
 
+def test_a_fault_of_a_library_is_named_without_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> str:
+        raise RuntimeError("tgram://123/s3cret")
+
+    monkeypatch.setattr(channels, "_call_apprise", fail)
+    assert answer(configured(tmp_path, apprise=("env:CHAT",))) == ChannelAnswer("apprise 1", False, "RuntimeError")
+
+
 def test_an_empty_queue_is_told_where_it_is_wanted(server: Receiver, tmp_path: Path) -> None:
     assert queue_empty(tmp_path, configured(tmp_path, on=("end",), **hook(server.url))) == []
     assert [sent.sent for sent in queue_empty(tmp_path, configured(tmp_path, **hook(server.url)))] == [True]
