@@ -324,6 +324,12 @@ class CopyProgress:
     note: str = ""
     """The event there, or what it waits for."""
 
+    @property
+    def text(self) -> str:
+        """ "1.20 of 4.00 GB", its note, or both."""
+        amount = f"{self.bytes / 1e9:.2f} of {self.total / 1e9:.2f} GB" if self.total else ""
+        return ", ".join(filter(None, (amount, self.note)))
+
 
 @dataclass(frozen=True)
 class Fetched:

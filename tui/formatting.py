@@ -315,11 +315,10 @@ def fetch_text(step: FetchProgress) -> str:
 
 
 def copy_text(step: CopyProgress) -> str:
-    """ "bea: 1.2 GB of 4.0 GB"."""
+    """ "bea: 1.20 of 4.00 GB"."""
     if step.path is not None:
         return f"{step.node}: {size(step.total)} in {step.path}, each file verified"
-    amount = f"{size(step.bytes)} of {size(step.total)}" if step.total else ""
-    return f"{step.node}: {', '.join(filter(None, (amount, step.note)))}"
+    return f"{step.node}: {step.text}"
 
 
 def checkpoint_text(result: RunResult) -> str | None:

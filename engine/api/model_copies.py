@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import json
 import posixpath
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 from engine.api.runs import RunsApi
 from engine.api.session import Session, stream
+from engine.checks.placement import addresses
 from engine.cluster.agent_client import THIS_MACHINE, value_of
 from engine.cluster.copies import Spreading, copies_of, hosts_among, pushed_folder
 from engine.cluster.probe_results import NodeCopies, RemovedCopy
-from engine.cluster.topology import topology
 from engine.cluster.transfer import read_manifest
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, InputError, LaunchError, StateError
-from engine.plan.network import plan_network
+from engine.models import NodeFacts
 from engine.protocol.manifest import HubName, hub_name
 from engine.run.run_plan import read_plan
 from engine.security.audit import audit_log
@@ -50,7 +50,7 @@ class ModelsApi:
 
         async def work(report: Callable[[CopyProgress], None]) -> None:
             targets, kind = self._targets(config, to), "dataset" if dataset else "model"
-            spreading = Spreading(self._session.fleet, self._addresses(config), report)
+            spreading = self._spreading(config, report)
             folder = Path(name).expanduser().absolute()
             if folder.is_dir():
                 holder = await read_manifest(self._session.fleet, THIS_MACHINE, str(folder), note=_note(report))
@@ -71,7 +71,7 @@ class ModelsApi:
 
         async def work(report: Callable[[CopyProgress], None]) -> None:
             holders = self._targets(config, [node] if node else ()).values()
-            spreading = Spreading(self._session.fleet, self._addresses(config), report)
+            spreading = self._spreading(config, report)
             here, hub = {THIS_MACHINE.ssh: THIS_MACHINE}, _hub(name, "dataset" if dataset else "model")
             await spreading.repository(hub, here, [one for one in holders if not one.local], verify=True)
 
@@ -131,15 +131,11 @@ class ModelsApi:
             raise InputError(f"no node {min(unknown)!r}", todo=f"nodes: {names_there}")
         return hosts_among([node for node in config.nodes if not names or node.name in names])
 
-    def _addresses(self, config: Config) -> Mapping[str, Sequence[str]]:
-        """By host, the fastest first, as far as the last facts tell."""
-        addresses = {node.ssh: [ip for ip in node.ips if ip != "127.0.0.1"] for node in config.nodes}
-        with contextlib.suppress(FlightDeckError):
+    def _spreading(self, config: Config, report: Callable[[CopyProgress], None]) -> Spreading:
+        facts = list[NodeFacts]()
+        with contextlib.suppress(StateError):
             facts = self._session.store.last_facts(config.cluster.name)
-            plan = plan_network(config, facts, topology(facts))
-            for node, host in zip(config.nodes, plan.hosts, strict=True):
-                addresses[node.ssh] = [*host.ips, *addresses[node.ssh]]
-        return addresses
+        return Spreading(self._session.fleet, addresses(config, facts), report)
 
 
 def _hub(name: str, kind: str) -> HubName:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from engine.checks.interpreter import Interpreter, probe_interpreter
+from engine.checks.placement import located
 from engine.cluster.agent_client import AgentClient, value_of
 from engine.cluster.facts import probe_all
 from engine.cluster.staging import HostLayout, gather_all, hosts_of, prepare
@@ -138,6 +139,8 @@ class CheckContext:
         return {node.name: answer for node, answer in zip(asked, answers, strict=True)}
 
     async def __aenter__(self) -> CheckContext:
+        """With the paths of the copies of what the job names, on the nodes that have them."""
+        self.config = await located(self.config, self.fleet)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -16,6 +16,7 @@ from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, copies, copy_file, move_aside
 from engine.checks.obstacles import TRIAL_LIMIT_S, data_files, data_options, row_warnings, rows_refused, try_rows
+from engine.checks.placement import push_fix
 from engine.checks.plan_inputs import load_data_report
 from engine.cluster.agent_client import each_of, value_of
 from engine.cluster.probe_results import ConversionReport, JsonlSummaries, JsonlSummary
@@ -26,6 +27,7 @@ from engine.models import CheckResult, Late
 from engine.node.probes.foreign_files import WAYS
 from engine.node.probes.template import TEXT_MASKED
 from engine.node.standard_data import VALID_SHARE
+from engine.protocol.manifest import DATA_PREFIX
 
 NAME = "data_matches"
 _READ_LIMIT_S = 110.0
@@ -84,7 +86,10 @@ async def run(context: CheckContext) -> CheckResult:
     elif warns is not None:
         findings.overall.warn(warns)
     if config.job.kind.own_model is None:
-        return await _check_files(context, findings)
+        lacking = [node for node in config.nodes if (node.data or "").startswith(DATA_PREFIX)]
+        for node in lacking:
+            findings.fault(node, f"{node.name} has no whole copy of {config.job.data}: a launch brings it there")
+        return findings.verdict(fix=push_fix(config, "data")) if lacking else await _check_files(context, findings)
     return findings.verdict("the data quality report has no objection")
 
 

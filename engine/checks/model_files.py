@@ -10,6 +10,7 @@ from engine.checks.check import Check, Findings, differing_items, first_of
 from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, copies, copy_folder, move_aside, posix
 from engine.checks.obstacles import TRIAL_LIMIT_S, adapter_obstacles, depends_on_matrices
+from engine.checks.placement import push_fix, takes
 from engine.checks.plan_inputs import shared_plan_inputs
 from engine.cluster.probe_results import LoadingReport, ModelFiles
 from engine.cluster.transport.base import quoted
@@ -40,26 +41,24 @@ async def run(context: CheckContext) -> CheckResult:
         lambda node: context.probe(node, "model", folders[node.name], result_type=ModelFiles, timeout_s=_LIMIT_S)
     )
     findings = Findings(NAME, context.config)
+    push = push_fix(context.config, "model")
     findings.evidence = {node.name: f"{folders[node.name]}: {answers[node.name]}" for node in nodes}
     complete = {name: files for name, files in answers.items() if isinstance(files, ModelFiles) and not files.faults}
+    if any(node.name in complete and takes(context.config, "model", node) for node in nodes):
+        # A folder that is only called like a repository.
+        push = None
     for node, files in findings.answered(answers):
-        findings.evidence[node.name] = message = f"{folders[node.name]}: {files.describe()}"
+        findings.evidence[node.name] = f"{folders[node.name]}: {files.describe()}"
         if files.quantized and context.config.job.framework == "torch":
             findings.fault(
                 node, f"{folders[node.name]} is quantized by MLX, which PyTorch cannot read: {_SET_UNQUANTIZED}"
             )
-        fix = None
-        # Where some node has the model, the others get a copy of that.
-        if files.repository and not complete:
-            # Beside it: config.json may name the model that this one was made from, and hf overwrites.
-            beside = f"{folders[node.name]}{_DOWNLOADED}"
-            download = _DOWNLOAD.format(folder=quoted(beside), repository=files.repository)
-            fix = Fix(posix(download), f"makes {beside}, or resumes its download; rm -r removes it")
-            message += f'; the fix downloads {files.repository} beside it, then set model = "{beside}"'
         if files.faults:
-            findings.fault(node, message, fix)
+            findings.fault(node, *_fault(context, node, folders[node.name], files, copied=bool(complete), push=push))
     if not complete:
-        return findings.verdict(advice="" if any(findings.on(node).fixes for node in nodes) else _SET_ANOTHER)
+        return findings.verdict(
+            advice="" if any(findings.on(node).fixes for node in nodes) or push else _SET_ANOTHER, fix=push
+        )
     first = next(node for node in nodes if node.name in complete)
     findings.overall.warnings += complete[first.name].warnings
     try:
@@ -81,8 +80,24 @@ async def run(context: CheckContext) -> CheckResult:
         folder = folders[node.name]
         aside += [move_aside(node, posixpath.join(folder, name), model_files.hashes.get(name)) for name in differing]
     lacking = [node for node in findings.faulty if isinstance(answers[node.name], ModelFiles)]
-    fix = copies([*aside, copy_folder(first, lacking, folders)], first, folders[first.name])
+    fix = push or copies([*aside, copy_folder(first, lacking, folders)], first, folders[first.name])
     return findings.verdict(complete[first.name].describe(), fix=fix)
+
+
+def _fault(
+    context: CheckContext, node: NodeConfig, folder: str, files: ModelFiles, *, copied: bool, push: Fix | None
+) -> tuple[str, Fix | None]:
+    """`copied`: some node has the model, of which the others get a copy."""
+    if push is not None and takes(context.config, "model", node):
+        return f"{node.name} has no whole copy of {context.config.job.model}: a launch brings it there", None
+    message = f"{folder}: {files.describe()}"
+    if not files.repository or copied:
+        return message, None
+    # Beside it: config.json may name the model that this one was made from, and hf overwrites.
+    beside = f"{folder}{_DOWNLOADED}"
+    download = _DOWNLOAD.format(folder=quoted(beside), repository=files.repository)
+    fix = Fix(posix(download), f"makes {beside}, or resumes its download; rm -r removes it")
+    return f'{message}; the fix downloads {files.repository} beside it, then set model = "{beside}"', fix
 
 
 async def _unloadable(context: CheckContext, node: NodeConfig, folder: str, files: ModelFiles) -> list[str]:

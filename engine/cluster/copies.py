@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
 
 from engine.cluster.agent_client import AgentClient
-from engine.cluster.probe_results import NodeCopies
-from engine.cluster.transfer import CopyManifest, Spread, TransferRefused, read_manifest
+from engine.cluster.probe_results import NodeCopies, NodeCopy
+from engine.cluster.transfer import CopyManifest, Spread, TransferRefused, next_report, read_manifest
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import NoValue
-from engine.protocol.manifest import HubName
+from engine.protocol.manifest import REVISION, HubName
+from engine.security.sanitise import count_or_none, plain
 from engine.snapshots import CopyProgress
 
 _LIMIT_S = 60.0
+_COMMIT = re.compile(REVISION)
+_SPARE_BYTES = 64 << 20
 _HOLDERS = 3
 """The most that serve a copy at once."""
 
 
-async def copies_of(agent: AgentClient, wanted: Iterable[HubName] = (), folders: Iterable[str] = ()) -> NodeCopies:
-    """All copies of the agent's node, also in `folders`, or those that are `wanted`. An error is its `problem`."""
-    request, name = json.dumps({"names": [*wanted], "folders": [*folders]}), agent.node.name
+async def copies_of(
+    agent: AgentClient, wanted: Iterable[HubName] = (), folders: Iterable[str] = (), paths: Iterable[str] = ()
+) -> NodeCopies:
+    """All copies of the agent's node, also in `folders`, or those that are `wanted`; and which `paths` are `present`.
+    An error is its `problem`."""
+    request, name = {"names": [*wanted], "folders": [*folders], "paths": [*paths]}, agent.node.name
     try:
-        report = await agent.probe("copies", request, result_type=NodeCopies, timeout_s=_LIMIT_S)
+        report = await agent.probe("copies", json.dumps(request), result_type=NodeCopies, timeout_s=_LIMIT_S)
     except FlightDeckError as error:
         return NodeCopies(node=name, problem=str(error))
     if isinstance(report, NoValue):
@@ -56,15 +65,18 @@ class Spreading:
     async def repository(
         self, hub: HubName, targets: Mapping[str, NodeConfig], others: Iterable[NodeConfig], *, verify: bool = False
     ) -> dict[str, str]:
-        """A repository of the Hub in the caches of all targets, from those and `others` that have it: host → folder of
-        its files. With `verify` also where it seems whole, each file is hashed, and repaired. Raises TransferRefused,
-        LaunchError, NodeUnreachable."""
+        """A repository of the Hub in the caches of all targets, from those and `others` that have it; where nobody has,
+        one of them downloads it first: host → folder of its files. With `verify` also where it seems whole, each file
+        is hashed, and repaired. Raises TransferRefused, LaunchError, NodeUnreachable."""
         nodes = list({**targets, **hosts_among([*others])}.values())
         answers = await asyncio.gather(*(copies_of(self.fleet.agent(node), [hub]) for node in nodes))
         copies = {node.ssh: answer.best(hub) for node, answer in zip(nodes, answers, strict=True)}
         whole = {ssh: copy for ssh, copy in copies.items() if copy is not None and copy.complete}
         if not whole:
-            raise self._nobody_has(hub, answers)
+            free = {node.ssh: answer.free_bytes for node, answer in zip(nodes, answers, strict=True)}
+            newest, path, node = await self._download(hub, nodes, targets, free, self._lacking(answers, hub))
+            copy = {"kind": hub.kind, "name": hub.name, "revision": newest, "path": path, "bytes": 0, "files": 0}
+            whole = {node.ssh: NodeCopy.model_validate(copy)}
         ((revision, _),) = Counter(copy.revision for copy in whole.values()).most_common(1)
         whole = {ssh: copy for ssh, copy in whole.items() if copy.revision == revision}
         lacking = [node for ssh, node in targets.items() if verify or ssh not in whole]
@@ -85,6 +97,10 @@ class Spreading:
         place = {"folder": folder, "replace": replace}
         return await self._spread([holder], place, list(targets.values()))
 
+    async def pushed(self, holder: CopyManifest, hub: HubName, targets: Mapping[str, NodeConfig]) -> dict[str, str]:
+        """A holder's files below the node root of all targets, as a repository of that name. Raises as `repository`."""
+        return await self._spread([holder], {"repository": hub, "pushed": True}, list(targets.values()))
+
     async def _spread(
         self, holders: Sequence[CopyManifest], place: Mapping[str, object], to: Sequence[NodeConfig]
     ) -> dict[str, str]:
@@ -93,11 +109,65 @@ class Spreading:
         same = [holder for holder in holders if set(holder.files) == set(holders[0].files)]
         return await Spread(self.fleet, same, place, self.addresses, self.report).run(to)
 
+    async def _download(
+        self,
+        hub: HubName,
+        nodes: Sequence[NodeConfig],
+        targets: Mapping[str, NodeConfig],
+        free: Mapping[str, int | None],
+        lacking: str,
+    ) -> tuple[str, str, NodeConfig]:
+        """Onto the machine to which the Hub answers first, or the next one where that fails, targets before others: the
+        commit, its folder and the machine. Raises TransferRefused, naming why nobody could, or who has no room."""
+        problems = [lacking] if lacking else []
+        for group in ([*targets.values()], [node for node in nodes if node.ssh not in targets]):
+
+            async def ask(node: NodeConfig) -> tuple[NodeConfig, dict[str, Any]]:
+                return node, await self._ask_hub(node, hub, get=False)
+
+            asking = [asyncio.create_task(ask(node)) for node in group]
+            try:
+                for way in asyncio.as_completed(asking):
+                    node, answer = await way
+                    if "problem" not in answer:
+                        need = count_or_none(answer.get("bytes")) or 0
+                        self._check_room(hub, need, {ssh: free.get(ssh) for ssh in (node.ssh, *targets)})
+                        answer = await self._ask_hub(node, hub, get=True, size=need)
+                    path = answer.get("path")
+                    if isinstance(path, str) and _COMMIT.fullmatch(commit := PurePosixPath(path).name):
+                        return commit, path, node
+                    problems.append(f"{node.name}: {plain(answer.get('problem'), 200)}")
+            finally:
+                for task in asking:
+                    task.cancel()
+        raise TransferRefused(f"no machine has {hub}, and none can download it", why="; ".join(problems))
+
     @staticmethod
-    def _nobody_has(hub: HubName, answers: Sequence[NodeCopies]) -> TransferRefused:
+    def _check_room(hub: HubName, need: int, free: Mapping[str, int | None]) -> None:
+        """`free`: by host, on the disk of its cache. Raises TransferRefused."""
+        for ssh, room in free.items():
+            if room is not None and room < need + _SPARE_BYTES:
+                why = f"it takes {need / 1e9:.2f} GB, and {room / 1e9:.2f} GB are free"
+                raise TransferRefused(f"there is no room for {hub}", where=ssh, why=why)
+
+    async def _ask_hub(self, node: NodeConfig, hub: HubName, *, get: bool, size: int = 0) -> dict[str, Any]:
+        """The answer of the probe `hub`; an error is its `problem`."""
+        try:
+            request = json.dumps({"repository": hub, "get": get})
+            with contextlib.closing(await self.fleet.agent(node).start_probe("hub", request)) as probe:
+                while (report := await next_report(probe, node)).keys() == {"here"}:
+                    if get:
+                        here = count_or_none(report["here"]) or 0
+                        self.report(CopyProgress(node.name, min(here, size), size, None, f"{hub.name} from the Hub"))
+        except FlightDeckError as error:
+            return {"problem": str(error)}
+        return dict(report)
+
+    @staticmethod
+    def _lacking(answers: Sequence[NodeCopies], hub: HubName) -> str:
         problems = [f"{answer.node}: {answer.problem}" for answer in answers if answer.problem]
         partial = [f"{answer.node}: {copy.state}" for answer in answers if (copy := answer.best(hub)) is not None]
-        return TransferRefused(f"no machine has {hub} whole", why="; ".join([*problems, *partial]))
+        return "; ".join([*problems, *partial])
 
 
 def pushed_folder(path: PurePosixPath | str, kind: str) -> str:

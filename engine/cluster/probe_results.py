@@ -119,6 +119,8 @@ class NodeCopies(_Report):
     """On the cache's disk."""
     offline: bool = False
     """Its user has set HF_HUB_OFFLINE."""
+    present: tuple[WholeText, ...] = Field(default=(), max_length=100, exclude=True)
+    """Those paths of the request that are there."""
     copies: tuple[NodeCopy, ...] = Field(default=(), max_length=1001)
     problem: ShortText | None = None
     """Why it is not known what it has."""

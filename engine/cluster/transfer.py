@@ -60,12 +60,13 @@ async def read_manifest(
     verify: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> CopyManifest:
-    """That of a repository in the node's cache, or of a folder there. Raises TransferRefused, LaunchError, NodeUnreachable."""
+    """That of a repository in the node's cache, or of a folder there. Raises TransferRefused, LaunchError,
+    NodeUnreachable."""
     request = {"repository": asked} if isinstance(asked, HubName) else {"folder": asked}
     with contextlib.closing(
         await fleet.agent(node).start_probe("manifest", json.dumps({**request, "verify": verify}))
     ) as probe:
-        while (report := await _report(probe, node)).keys() == {"hashed"}:
+        while (report := await next_report(probe, node)).keys() == {"hashed"}:
             note(f"{(count_or_none(report['hashed']) or 0) / 1e9:.1f} GB read")
     try:
         path, revision = report.get("path"), report.get("revision")
@@ -79,7 +80,7 @@ async def read_manifest(
     return CopyManifest(node, path, tuple(files), revision, tuple(refs), tuple(plain(name, 300) for name in damaged))
 
 
-async def _report(probe: AgentRequest, node: NodeConfig) -> dict[str, Any]:
+async def next_report(probe: AgentRequest, node: NodeConfig) -> dict[str, Any]:
     """The next line. Raises TransferRefused for a `problem`, LaunchError, NodeUnreachable."""
     line = await probe.next_line(_SILENCE_S)
     if not isinstance(line, bytes):
@@ -184,7 +185,7 @@ class Spread:
                 return
         source.port = None
         await self._start(source, {"folder": holder.path, "source": holder.path, "repository": None})
-        while not self._note_ready(source, await _report(self._probe(source), source.node)):
+        while not self._note_ready(source, await next_report(self._probe(source), source.node)):
             pass
 
     async def _start(self, member: _Member, more: Mapping[str, Any]) -> None:
@@ -220,7 +221,7 @@ class Spread:
         await self._start(member, {})
         probe = self._probe(member)
         while True:
-            report = await _report(probe, member.node)
+            report = await next_report(probe, member.node)
             if (came := count_or_none(report.get("came"))) and came != member.came:
                 member.came, member.moved_at, member.tries = came, time.monotonic(), 0
                 self._tell(member)

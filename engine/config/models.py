@@ -19,6 +19,7 @@ from engine.errors import InputError
 from engine.job.kinds import JobKind, job_kind
 from engine.models import FrozenModel
 from engine.protocol.job import DataColumn, DataFormat, Framework, Strategy
+from engine.protocol.manifest import DATA_PREFIX
 from engine.protocol.task import Task
 from engine.security.identifiers import SshTarget
 from engine.security.redact import Redactor
@@ -213,11 +214,14 @@ class DataConfig(_Section):
     0.05; none from a folder with mlx-lm's train.jsonl."""
     test: Share | None = None
     """The same for the test. Default: none."""
+    push: bool = False
+    """Copy this machine's `data` to the nodes at each launch, into a folder of Flight Deck's own there, named by its
+    content: only what has changed is sent, each file verified by its hash."""
 
     @property
     def options(self) -> dict[str, Any]:
         """All that differs from the defaults, as the nodes get it."""
-        return self.model_dump(exclude_defaults=True)
+        return self.model_dump(exclude_defaults=True, exclude={"push"})
 
 
 CheckName = Literal[
@@ -462,7 +466,9 @@ TABLES: Final = ("cluster", "node_defaults", "node", "job", *SECTIONS)
 
 def on_node(text: str, node: NodeConfig, base: Path) -> str:
     """A path of [job] on `node`. On this machine relative paths are below `base`, the configuration's folder; on
-    another machine they are below the node's workdir."""
+    another machine they are below the node's workdir. The name of a data set of the Hub is no path."""
+    if text.startswith(DATA_PREFIX):
+        return text
     if node.local:
         return formats.resolved(text, base)
     below = text if text == "~" or text.startswith(("/", "~/")) else posixpath.join(node.workdir, text)

@@ -1,4 +1,5 @@
-"""This node's Hugging Face cache: where its user's login shell says that it is, and what lies in it."""
+"""This node's Hugging Face cache: where its user's login shell says that it is, what lies in it, and downloads into
+it."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ _PRINT = f"import json, os; print({_MARK!r} + json.dumps(dict(os.environ)))"
 _COMMIT = re.compile(REVISION)
 _NUMBERED = re.compile(r".*-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _MOST_NAMED = 20
+_REPORT_S = 1.0
 
 
 def login_environment() -> dict[str, str]:
@@ -158,3 +161,54 @@ def blob_digest(path: Path) -> str | None:
         name = Path(os.readlink(path)).name  # noqa: PTH115  (as written: the blob may be anywhere)
         return name if re.fullmatch(DIGEST, name) else None
     return None
+
+
+_HUB = """
+import json, os, sys, threading
+def ends():
+    while os.read(0, 1024): pass
+    os._exit(1)
+threading.Thread(target=ends, daemon=True).start()
+kind, name, revision, patterns, get = json.loads(sys.argv[1])
+import huggingface_hub as hub
+from huggingface_hub.utils import filter_repo_objects
+if get:
+    print(json.dumps({"path": hub.snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=patterns)}))
+else:
+    info = hub.HfApi().repo_info(name, repo_type=kind, revision=revision, files_metadata=True, timeout=10)
+    files = filter_repo_objects(info.siblings, allow_patterns=patterns, key=lambda file: file.rfilename)
+    size = sum(file.size or 0 for file in files)
+    print(json.dumps({"commit": info.sha, "bytes": size}))
+"""
+"""Ends with its stdin, which is the probe's: when the head has gone, nothing is downloaded on."""
+_MODEL_FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
+"""As mlx-lm downloads them."""
+
+
+def ask_hub(hub: HubName, *, get: bool) -> Iterator[dict[str, Any]]:
+    """With `get` download a repository, by this python's huggingface_hub as the user's login shell sets it up, with
+    now and then its `here`, the bytes that are in the cache: its `path`. Else its `commit` and `bytes`. Or the
+    `problem`."""
+    environment = login_environment()
+    request = json.dumps([*hub, _MODEL_FILES if hub.kind == "model" else None, get])
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _HUB, request],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **environment, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        )
+        blobs = hub_cache(environment) / hub.folder / "blobs"
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_REPORT_S)
+            # It may rename them meanwhile.
+            with contextlib.suppress(OSError):
+                yield {"here": sum(path.lstat().st_size for path in blobs.iterdir())}
+        answer = process.stdout.read() if process.stdout is not None else b""
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
+        complaint = errors.read().decode(errors="replace").strip()
+    with contextlib.suppress(ValueError):
+        yield json.loads(answer.strip().rpartition(b"\n")[2])
+        return
+    yield {"problem": complaint.rpartition("\n")[2] or f"it ended with {process.returncode}"}

@@ -7,18 +7,21 @@ import asyncio
 import contextlib
 import functools
 import json
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.checks.context import CheckContext
+from engine.checks.model_files import NAME as COPIES
+from engine.checks.placement import hub_names, placed
 from engine.checks.plan_inputs import launch_decisions, shared_plan
 from engine.checks.runner import plan_with_results, planned_checks, run_checks
 from engine.cluster.transport.fleet import Fleet
-from engine.errors import FlightDeckError, LaunchError
+from engine.errors import FlightDeckError, LaunchError, StateError
 from engine.launch.hostfile import fresh_ports
-from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
+from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, Reason, RunState
 from engine.plan.decisions import LaunchDecisions
 from engine.plan.document import VERSION
 from engine.protocol.attempt import write_atomic
@@ -28,10 +31,13 @@ from engine.run.effects import PlanAttempt, RunPreflight
 from engine.run.history import RunHistory
 from engine.run.observation import Checked
 from engine.run.run_context import RunContext
-from engine.run.run_plan import RunPlan
+from engine.run.run_plan import RunPlan, write_plan
 from engine.security.audit import audit_log
+from engine.snapshots import CopyProgress
 from engine.store.layout import RunDir
+from engine.store.store import Store
 
+_SHOWN_EVERY_S = 1.0
 MakeAttempt = Callable[[RunHistory], events.Attempt]
 
 
@@ -49,11 +55,40 @@ class Preparation:
             ranks, why = len(plan.nodes), [*excluded.values()]
             details = {"run": plan.run_id, "excluded": list(excluded), "ranks": ranks, "why": why}
             audit_log("replan", "excluded", details, home=run.run_dir.home)
-        self.checks = preflight_context(plan, run.fleet)
         try:
-            return Checked(await run_preflight(run.run_dir, plan, self.checks))
+            await self._place(plan)
+            self.checks = preflight_context(run.plan, run.fleet)
+            return Checked(await run_preflight(run.run_dir, run.plan, self.checks))
         except FlightDeckError as error:
             return Checked(error=str(error))
+
+    async def _place(self, plan: RunPlan) -> None:
+        """Bring the model and the data that the job names onto its nodes, and keep their paths in the run's plan: from
+        then on nothing else is looked for. Raises TransferRefused, LaunchError, NodeUnreachable, StateError."""
+        run, running, shown_at = self.run, dict[str, CopyProgress](), 0.0
+        if not (hub_names(plan.config) or plan.config.data.push):
+            return
+        facts = list[NodeFacts]()
+        with contextlib.suppress(StateError):
+            facts = Store(run.run_dir.home).last_facts(plan.config.cluster.name)
+
+        def show(step: CopyProgress) -> None:
+            nonlocal shown_at
+            running[step.node] = step
+            if time.monotonic() - shown_at > _SHOWN_EVERY_S:
+                shown_at = time.monotonic()
+                rows = "; ".join(f"{one.node}: {one.text}" for one in running.values() if one.path is None)
+                shown = CheckResult(name=COPIES, status=CheckStatus.RUNNING, summary=rows)
+                report = PreflightReport(checks=[shown], overall_status=CheckStatus.RUNNING, overridden=list(plan.skip))
+                _write(run.run_dir.preflight, report.model_dump_json(indent=1))
+
+        config = await placed(plan.config, run.fleet, facts, show)
+        if config != plan.config:
+            paths = {node.name: {"model": node.model, "data": node.data} for node in config.nodes}
+            whole = run.whole_plan.config
+            nodes = tuple(node.model_copy(update=paths.get(node.name, {})) for node in whole.nodes)
+            run.whole_plan = run.whole_plan.model_copy(update={"config": whole.model_copy(update={"nodes": nodes})})
+            write_plan(run.run_dir.plan, run.whole_plan)
 
     async def place(self, request: PlanAttempt) -> tuple[MakeAttempt, tuple[events.Event, ...]]:
         """Where an attempt can run now: what makes it, at the end of the head's files, and what was decided anew for

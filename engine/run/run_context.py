@@ -16,11 +16,11 @@ from engine.run.run_plan import RunPlan
 from engine.store.layout import RunDir
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunContext:
     run_dir: RunDir
     whole_plan: RunPlan
-    """As launched."""
+    """As launched; once they are there, with the paths of the model and the data that the job names."""
     recorder: RunRecorder
     fleet: Fleet
     node_root: Path

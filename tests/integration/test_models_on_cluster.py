@@ -6,15 +6,20 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from engine.demo import ensure_made
 from engine.protocol.manifest import HubName
+from engine.run.run_plan import read_plan
+from engine.store.layout import RunDir
 from tests.cluster.cluster import Cluster
+from tests.cluster.demo_job import flightdeck_toml
 from tests.cluster.faults import Traffic
 from tests.cluster.node import Node
+from tests.hub_server import hub
 from tests.integration.over_ssh import write_config
 from tests.model_copies import COMMIT, git_digest
 from tests.model_files import llama_files
@@ -37,8 +42,8 @@ def studio(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             shutil.rmtree(node.disk.seen_from_head(folder), ignore_errors=True)
 
 
-def give(node: Node) -> None:
-    for name, content in FILES.items():
+def give(node: Node, files: Mapping[str, bytes] = FILES) -> None:
+    for name, content in files.items():
         digest = hashlib.sha256(content).hexdigest() if name.endswith(".safetensors") else git_digest(content)
         node.write(f"{REPOSITORY}/blobs/{digest}", content)
         snapshot = node.disk.seen_from_head(f"{REPOSITORY}/snapshots/{COMMIT}")
@@ -105,3 +110,35 @@ def test_a_folder_of_this_machine_is_pushed_and_not_over_another(cluster: Cluste
     assert refused.code == 1 and "--replace" in refused.err
     assert flightdeck(home, "models", "push", str(folder), "--to", bea.name, "--replace", cwd=studio).code == 0
     assert bea.read("~/models/mine/config.json") == "{}"
+
+
+@pytest.mark.slow
+def test_a_launch_brings_the_named_model_and_the_pushed_data_onto_its_nodes(
+    cluster: Cluster, home: Path, studio: Path
+) -> None:
+    ana, bea = cluster.nodes[:2]
+    made = ensure_made(studio / "demo-home")
+    give(ana, {path.name: path.read_bytes() for path in (made / "model").iterdir()})
+    shutil.copytree(made / "data", studio / "rows")
+    text = flightdeck_toml(cluster, [ana.name, bea.name], model="org/tiny", data="rows", iters=4, batch_size=4)
+    (studio / "flightdeck.toml").write_text(f"{text}\n[data]\npush = true\n")
+    done = flightdeck(home, "launch", "--follow", "--json", cwd=studio)
+    assert done.code == 0, done.err + done.out
+    nodes = read_plan(RunDir(home / "runs" / json.loads(done.out)["id"]).plan).config.nodes
+    for node, config in zip((ana, bea), nodes, strict=True):
+        assert config.model == f"{node.home}/.cache/huggingface/hub/{TINY.folder}/snapshots/{COMMIT}"
+        assert (config.data or "").startswith(f"{node.home}/.flightdeck/pushed/datasets--pushed--rows/snapshots/")
+
+
+@pytest.mark.slow
+def test_what_nobody_has_is_downloaded_once_and_spread(isolated_cluster: Cluster, home: Path, studio: Path) -> None:
+    shutil.rmtree(isolated_cluster.nodes[0].disk.seen_from_head(REPOSITORY))
+    with hub(FILES, isolated_cluster.head) as (endpoint, sent):
+        for node in isolated_cluster.nodes:
+            node.write("~/.profile", f"export HF_ENDPOINT={endpoint}\n")
+        pushed(studio, home)
+    for node in isolated_cluster.nodes:
+        node.disk.seen_from_head("~/.profile").unlink()
+        snapshot = node.disk.seen_from_head(f"{REPOSITORY}/snapshots/{COMMIT}")
+        assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == llama_files()
+    assert len(sent) == len(llama_files())

@@ -43,6 +43,7 @@ PROBES = {
     "facts": Probe("facts"),
     "free_ports": Probe("network"),
     "hashes": Probe("files"),
+    "hub": Probe("copies", streams=True),
     "inputs": Probe("files"),
     "jsonl": Probe("dataset"),
     "lease": Probe("leases", streams=True, own_process=True, outlives_agent=True),

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.node.hub_cache import (
     HubSnapshot,
+    ask_hub,
     blob_digest,
     describe,
     files_below,
@@ -30,10 +31,11 @@ _MOST = 500
 
 def probe_copies(request_text: str) -> dict[str, Any]:
     """The answer is a NodeCopies of the head's. The JSON request has `names`, [kind, name, revision] of those that are
-    looked for, none for all, and `folders` in which models may be, too."""
+    looked for, none for all; `folders` in which models may be, too; and `paths`, of which the `present` are told."""
     request, environment = json.loads(request_text), login_environment()
     cache = hub_cache(environment)
     report: dict[str, Any] = {"cache": str(cache), "copies": [], "free_bytes": shutil.disk_usage(nearest(cache)).free}
+    report["present"] = [path for path in request["paths"] if Path(path).expanduser().exists()]
     report["offline"] = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     try:
         wanted = [HubName(*name) for name in request["names"]]
@@ -125,6 +127,12 @@ def probe_remove_copy(request_text: str) -> dict[str, Any]:
     except OSError as error:
         return {"problem": reason_of(error, Path(error.filename or "~"))}
     return {"bytes": size}
+
+
+def probe_hub(request_text: str) -> Iterator[dict[str, Any]]:
+    """See engine.node.hub_cache.ask_hub."""
+    request = json.loads(request_text)
+    return ask_hub(HubName(*request["repository"]), get=request["get"])
 
 
 def probe_transfer() -> Iterator[dict[str, Any]]:

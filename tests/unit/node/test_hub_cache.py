@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def copies(*names: HubName, folders: tuple[str, ...] = ()) -> list[dict[str, object]]:
-    report = probe_copies(json.dumps({"names": names, "folders": folders}))
+    report = probe_copies(json.dumps({"names": names, "folders": folders, "paths": []}))
     assert "problem" not in report
     listed: list[dict[str, object]] = report["copies"]
     return listed
