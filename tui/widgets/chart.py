@@ -122,7 +122,9 @@ class Picture:
 
 def picture(chart: SeriesChart, window: tuple[float, float]) -> Picture:
     """Without marks and cursor."""
-    highest = max((abs(y) for curve in chart.curves for _, y in curve.points if math.isfinite(y)), default=0.0)
+    # Bytes alone have a scale by their height.
+    curves_of_bytes = chart.curves if chart.unit.startswith("B") else ()
+    highest = max((abs(y) for curve in curves_of_bytes for _, y in curve.points if math.isfinite(y)), default=0.0)
     factor, unit = scale_of(chart.unit, highest)
     tags = _tags([curve.label for curve in chart.curves])
     curves = []

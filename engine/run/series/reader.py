@@ -119,6 +119,8 @@ class RunSeries:
         """Series → the name of its files, and its points."""
         self._limits: dict[SeriesName, tuple[float, float]] = {}
         """First and last x, as far as they were asked for."""
+        self._extents: dict[tuple[str, str], tuple[float, float]] = {}
+        """The same of a metric on an axis."""
         self._built: dict[str, int | None] = {}
         """Sizes of the sources that were built from."""
         self._ended = False
@@ -151,7 +153,7 @@ class RunSeries:
     def _take(self, state: SeriesState | None) -> None:
         series = state.series if state is not None else []
         self._counts = {SeriesName(*name): (place, count) for place, (*name, count) in enumerate(series) if count}
-        self._limits = {}
+        self._limits, self._extents = {}, {}
 
     def _make_anew(self) -> None:
         """Pyramids with other bytes than were written are replaced. Raises OSError, StateError."""
@@ -193,11 +195,16 @@ class RunSeries:
     @_rebuilding
     def extent(self, metric: str, axis: str) -> tuple[float, float]:
         """First and last x of all that there is."""
-        scale = self._scale(metric, axis, None, 1)
-        low, high = scale.limits
-        ends = [x for name in self._counts if name.metric == metric for x in self._ends(name)]
-        ends = scale.to_axis([min(max(x, low), high) for x in ends])
-        return (min(ends), max(ends)) if ends else (0.0, 0.0)
+        asked = (metric, axis)
+        if asked not in self._extents:
+            extents, scale = self._extents, self._scale(metric, axis, None, 1)
+            low, high = scale.limits
+            ends = [x for name in self._counts if name.metric == metric for x in self._ends(name)]
+            ends = scale.to_axis([min(max(x, low), high) for x in ends])
+            # Of what was read just now: another thread may have taken notice of new points.
+            extents[asked] = (min(ends), max(ends)) if ends else (0.0, 0.0)
+            return extents[asked]
+        return self._extents[asked]
 
     @_rebuilding
     def places(self, axis: str, iterations: Sequence[float]) -> list[float]:
@@ -319,10 +326,10 @@ def _interpolated(places: Sequence[float], xs: Sequence[float], ys: Sequence[flo
     """By the two knots around each, at the ends by the last two; steps of no width are passed over."""
     last, shift = len(xs) - 1, ys[0] - xs[0]
     if not last:
-        return [x + shift for x in places]
+        return [x + shift for x in places] if shift else list(places)
     values = []
     for x in places:
-        right = min(max(1, bisect_right(xs, x)), last)
+        right = bisect_right(xs, x, 1, last)
         left = right - 1
         while left > 0 and xs[left] == xs[right]:
             left -= 1
@@ -340,7 +347,7 @@ def columns(blocks: Blocks, borders: Sequence[float]) -> Points:
         return _all_points(blocks)
     x1, y1, x2, y2 = blocks.x1, blocks.y1, blocks.x2, blocks.y2
     lows, highs = list(map(min, y1, y2)), list(map(max, y1, y2))
-    for place in [place for place, y in enumerate(y1) if math.isnan(y)]:
+    for place in [place for place, y in enumerate(y1) if y != y]:
         lows[place], highs[place] = math.inf, -math.inf
     places = [bisect_left(x1, border) for border in (*borders, math.inf)]
     points: Points = []
@@ -374,9 +381,13 @@ def moving_average(blocks: Blocks, constant: float, before: tuple[float, float] 
     points: Points = []
     place, value = before or (0.0, math.nan)
     for x, mean in zip(blocks.x2, blocks.mean, strict=True):
-        if math.isnan(mean):
+        if mean != mean:
             continue
-        weight = -math.expm1((place - x) / constant) if constant > 0 and not math.isnan(value) else 1.0
-        place, value = x, mean if weight >= 1.0 else value + max(0.0, weight) * (mean - value)
+        if constant > 0 and value == value:
+            # A step back in x has no weight.
+            value -= math.expm1((place - x) / constant) * (mean - value) if x > place else 0.0
+        else:
+            value = mean
+        place = x
         points.append((x, value))
     return points
