@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.measurements import Division
@@ -393,7 +393,7 @@ class Notification:
     """As in `on` of [notify]."""
     title: str
     text: str
-    at: datetime
+    at: datetime = field(default_factory=lambda: datetime.now(UTC))
     run: str = ""
     problems: tuple[str, ...] = ()
     """Channels that did not take it, each with the reason."""

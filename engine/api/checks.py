@@ -21,9 +21,9 @@ from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus, PreflightReport, SyncReport
-from engine.notify.channels import notification, send_to_all
+from engine.notify.channels import send_to_all
 from engine.security.audit import audit_log
-from engine.snapshots import ChannelAnswer
+from engine.snapshots import ChannelAnswer, Notification
 
 
 class ChecksApi:
@@ -74,7 +74,7 @@ class ChecksApi:
         if not config.notify.active:
             todo = 'add desktop = true, terminal = true, command = […], webhooks = […] or apprise = ["env:NAME"]'
             raise InputError("[notify] has no channel", where=str(config.file), todo=todo)
-        return send_to_all(config, notification("end", "a test of flightdeck", f"from {socket.gethostname()}"))
+        return send_to_all(config, Notification("end", "a test of flightdeck", f"from {socket.gethostname()}"))
 
     async def doctor(self) -> list[CheckResult]:
         """Check this machine for a run of its own."""

@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -41,11 +40,7 @@ _HTTP_LIMIT_S = 10.0
 _COMMAND_LIMIT_S = 30.0
 _TOTAL_LIMIT_S = 45.0
 """For all channels together: a server may answer byte by byte, and a name may not be resolved for minutes."""
-_ANSWER_LIMIT = 200
-_DISCORD_LIMIT = 2_000
 _DISPLAY = ("on run argv", "display notification (item 2 of argv) with title (item 1 of argv)", "end run")
-Send = Callable[[Notification], str]
-"""Returns what came back. Raises NotSentError."""
 
 
 class NotSentError(Exception):
@@ -53,10 +48,6 @@ class NotSentError(Exception):
         """`again`: another try may succeed."""
         super().__init__(why)
         self.again = again
-
-
-def notification(event: str, title: str, text: str) -> Notification:
-    return Notification(event, title, text, datetime.now(UTC))
 
 
 def document(news: Notification) -> dict[str, Any]:
@@ -70,7 +61,7 @@ def queue_empty(home: Path, config: Config) -> list[ChannelAnswer]:
     if "queue_empty" not in config.notify.on:
         return []
     text = f"every queued run on {socket.gethostname()} has ended ({home})"
-    return send_to_all(config, notification("queue_empty", "the queue is empty", text))
+    return send_to_all(config, Notification("queue_empty", "the queue is empty", text))
 
 
 def redactor_for(config: Config) -> Redactor:
@@ -94,7 +85,7 @@ def send_to_all(config: Config, news: Notification) -> list[ChannelAnswer]:
                 text, again = str(fault), fault.again
             except Exception as fault:  # One of a library's own, whose text may have the address.
                 text = type(fault).__name__
-            answers[name] = ChannelAnswer(name, sent, plain(redactor(text), _ANSWER_LIMIT))
+            answers[name] = ChannelAnswer(name, sent, plain(redactor(text), 200))
             if not again:
                 return
 
@@ -108,9 +99,10 @@ def send_to_all(config: Config, news: Notification) -> list[ChannelAnswer]:
     return [answers.get(name) or ChannelAnswer(name, False, late) for name in senders]
 
 
-def _channels(config: Config) -> dict[str, Send]:
+def _channels(config: Config) -> dict[str, Callable[[Notification], str]]:
+    """They return what came back, and raise NotSentError."""
     notify, folder = config.notify, config.file.parent if config.file is not None else Path.home()
-    senders: dict[str, Send] = {"desktop": _show_on_desktop} if notify.desktop else {}
+    senders: dict[str, Callable[[Notification], str]] = {"desktop": _show_on_desktop} if notify.desktop else {}
     if notify.command:
         senders["command"] = lambda news: _run(notify.command, folder, news)
     for number, webhook in enumerate(notify.webhooks, 1):
@@ -196,7 +188,7 @@ def _message(form: str, news: Notification) -> tuple[bytes, dict[str, str]]:
         return text.encode(), {"Title": title, "Priority": priority, "Content-Type": "text/plain"}
     bodies: dict[str, dict[str, Any]] = {
         "slack": {"text": html.escape(f"*{title}*\n{text}", quote=False)},
-        "discord": {"content": f"**{title}**\n{text}"[:_DISCORD_LIMIT], "allowed_mentions": {"parse": []}},
+        "discord": {"content": f"**{title}**\n{text}"[:2_000], "allowed_mentions": {"parse": []}},
     }
     return json.dumps(bodies.get(form) or document(news)).encode(), {"Content-Type": "application/json"}
 

@@ -13,8 +13,6 @@ from engine.security.sanitise import moment_or_none, plain
 from engine.snapshots import Notification
 
 NOTIFIER = "notifier"
-"""As TrackerFailed names it."""
-_TEXT_LIMIT = 500
 
 
 class NotificationTail:
@@ -37,14 +35,14 @@ class NotificationTail:
         """One line of the file."""
         key, at, event = plain(entry.get("key")), moment_or_none(entry.get("at")), plain(entry.get("event"), 20)
         if isinstance(entry.get("problems"), list) and key in self.by_key:
-            problems = tuple(plain(text, _TEXT_LIMIT) for text in entry["problems"][:20])
+            problems = tuple(plain(text) for text in entry["problems"][:20])
             self.by_key[key] = replace(self.by_key[key], problems=problems)
             self.unanswered.discard(key)
         elif "held" in entry:
             self.keys.add(key)
             self.held.append(event)
         elif at is not None:
-            title, text = (plain(entry.get(name), _TEXT_LIMIT) for name in ("title", "text"))
+            title, text = (plain(entry.get(name)) for name in ("title", "text"))
             self.by_key[key] = Notification(event, title, text, at, plain(entry.get("run"), 100))
             self.keys.add(key)
             self.unanswered.add(key)

@@ -35,7 +35,6 @@ _POLL_S = 5.0
 """macOS answers with a process whether the supervisor lives."""
 _MOST_AN_HOUR = 6
 """Events of a run that goes on, which may recover again and again."""
-_TEXT_LIMIT = 500
 _ENDINGS = {
     RunState.SUCCEEDED: ("end", "has succeeded"),
     RunState.COMPLETED: ("end", "has completed on the nodes that answer"),
@@ -134,7 +133,7 @@ class Notifier:
             return
         summed = ", ".join(f"{count} × {event}" for event, count in Counter(self._past.held).items())
         text = notification.text + (f"; not told before: {summed}" if summed else "")
-        title, text = (plain(self._redactor(words), _TEXT_LIMIT) for words in (notification.title, text))
+        title, text = (plain(self._redactor(words)) for words in (notification.title, text))
         notification = replace(notification, title=title, text=text)
         self._write(key, **{**document(notification), "at": notification.at.timestamp()})
         failed = [answer for answer in send_to_all(self._config, notification) if not answer.sent]
