@@ -289,6 +289,8 @@ class RunResult:
     test_loss: float | None = None
     tokens: int | None = None
     """Targets trained on."""
+    learning_rate: float | None = None
+    """That of the newest report."""
     seconds: float | None = None
     """In which an attempt went on, each from its launch to its end."""
     energy: Energy | None = None

@@ -54,6 +54,7 @@ def batch_section(context: PlanContext, fits: int | None) -> BatchSection:
     per_epoch = context.updates_per_epoch
     _explain_rate(context)
     _check_schedule(context)
+    _check_examples(context)
     basis = f"{rule} for {settings['optimizer']}: {base.learning_rate:g} at batch {base.batch}"
     reason = f"{basis} gives {by_rule:.2g} at batch {total} ({base.source})"
     context.explain(_KEY + "rule_learning_rate", Source.RULE, reason)
@@ -157,6 +158,17 @@ def _check_schedule(context: PlanContext) -> None:
         after = f" after {warm:,} of warm-up" if warm else ""
         takes = f"{'takes its first step' if 'factor' in arguments else 'ends'} after {plural(steps, 'update')}{after}"
         context.warn("lr_schedule", f"{schedule['name']} in lr_schedule {takes}, and {run}")
+
+
+def _check_examples(context: PlanContext) -> None:
+    """Warn of data that fills no batch, or that leaves ranks without an example."""
+    count, size = context.examples, int(context.settings["batch_size"])
+    if count is None:
+        return
+    if context.budget is None and count < size:
+        context.warn("data", f"fewer examples ({count}) than batch_size = {size}: nothing can be trained")
+    elif count < context.ranks and context.strategy != "pipeline":
+        context.warn("data", f"fewer examples ({count}) than ranks ({context.ranks}): in each batch some have none")
 
 
 def _peak_rate(context: PlanContext) -> float | None:

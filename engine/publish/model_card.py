@@ -15,6 +15,7 @@ import yaml
 from engine.config.models import Config
 from engine.errors import InputError
 from engine.models import RunRecord, RunState
+from engine.protocol.job import AUTO
 from engine.publish.model_folder import ModelFolder
 from engine.snapshots import ResultFile, RunResult
 from engine.task_result import Evaluated, Fused
@@ -124,6 +125,9 @@ def _training(run: TrainedRun) -> Iterator[tuple[str, str]]:
     rows["seconds"] = None if result.seconds is None else round(result.seconds)
     rows["kWh"] = None if energy is None else f"{energy.joules / 3.6e6:.3f}, measured on {len(energy.nodes)} nodes"
     rows |= {key: job.mlx_lm.get(key) for key in _LENGTH + _UPDATES} | dict(result.versions)
+    if rows["learning_rate"] == AUTO and result.learning_rate is not None and not rows["lr_schedule"]:
+        # With batch_tokens the rule's rate is known to the trainer alone.
+        rows["learning_rate"] = f"{result.learning_rate:.4g}"
     yield from ((name, str(value)) for name, value in rows.items() if value is not None)
 
 

@@ -35,6 +35,7 @@ def run_result(history: RunHistory, series: MetricsSeries, now: datetime) -> Run
         base=first[0].loss if before_updates else None,
         test_loss=series.test_loss,
         tokens=series.trained_tokens,
+        learning_rate=series.learning_rate,
         seconds=sum(attempt.ran_s(until) for attempt in history.attempts) if history.attempts else None,
         energy=_energy(history, series.trained_tokens),
         versions=training.versions if training is not None else {},

@@ -347,7 +347,7 @@ def columns(blocks: Blocks, borders: Sequence[float]) -> Points:
         return _all_points(blocks)
     x1, y1, x2, y2 = blocks.x1, blocks.y1, blocks.x2, blocks.y2
     lows, highs = list(map(min, y1, y2)), list(map(max, y1, y2))
-    for place in [place for place, y in enumerate(y1) if y != y]:
+    for place in [place for place, y in enumerate(y1) if math.isnan(y)]:
         lows[place], highs[place] = math.inf, -math.inf
     places = [bisect_left(x1, border) for border in (*borders, math.inf)]
     points: Points = []
@@ -381,9 +381,9 @@ def moving_average(blocks: Blocks, constant: float, before: tuple[float, float] 
     points: Points = []
     place, value = before or (0.0, math.nan)
     for x, mean in zip(blocks.x2, blocks.mean, strict=True):
-        if mean != mean:
+        if math.isnan(mean):
             continue
-        if constant > 0 and value == value:
+        if constant > 0 and not math.isnan(value):
             # A step back in x has no weight.
             value -= math.expm1((place - x) / constant) * (mean - value) if x > place else 0.0
         else:

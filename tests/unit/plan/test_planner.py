@@ -857,6 +857,23 @@ def test_a_schedule_that_the_run_ends_before_warns(
     assert [expected in text for text in found] == [True] if expected else found == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "examples", "expected"),
+    [
+        ({"batch_size": 8}, 7, ["fewer examples (7) than batch_size = 8: nothing can be trained"]),
+        ({"batch_size": 8}, 8, []),
+        ({"batch_size": 8}, None, []),
+        ({"batch_tokens": 4096}, 1, ["fewer examples (1) than ranks (2): in each batch some have none"]),
+        ({"batch_tokens": 4096}, 2, []),
+    ],
+)
+def test_data_that_leaves_ranks_without_examples_warns(
+    keys: dict[str, int], examples: int | None, expected: list[str]
+) -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings=keys, examples=examples))
+    assert [warning.text for warning in plan.warnings if warning.name == "data"] == expected
+
+
 def test_epochs_are_iterations_once_the_examples_are_counted() -> None:
     """10,000 examples fill 1,250 batches of 8."""
     asked = inputs(ultra_and_max(), settings={"epochs": 3, "batch_size": 8, "grad_accumulation_steps": 2})

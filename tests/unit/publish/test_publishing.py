@@ -18,6 +18,8 @@ from engine.protocol.task import Task
 from engine.publish.model_folder import read_folder
 from engine.publish.targets import Publication
 from engine.run.events import ResultReported, SavedFiles, WeightsSaved
+from engine.run.run_plan import read_plan, write_plan
+from engine.store.layout import RunDir
 from engine.task_result import Evaluated, Fused, Variant
 from tests.model_files import safetensors
 from tests.tui.commands import flightdeck
@@ -234,6 +236,17 @@ def test_the_card_tells_how_the_run_went_and_nothing_of_its_machines(
     assert "trained from Tiny with" in text
     for secret in ("of-the-job-12345", "/Users/", "ana", "node0", "127.0.0.1"):
         assert secret not in text
+
+
+def test_the_card_names_the_rate_that_the_trainer_has_found(
+    home: Path, run: str, write_model: WriteModel, tmp_path: Path
+) -> None:
+    """With batch_tokens the configuration says "auto" alone."""
+    path = RunDir(home / "runs" / run).plan
+    plan = read_plan(path)
+    job = plan.config.job.model_copy(update={"mlx_lm": {**plan.config.job.mlx_lm, "learning_rate": "auto"}})
+    write_plan(path, plan.model_copy(update={"config": plan.config.model_copy(update={"job": job})}))
+    assert "| learning_rate | 0.001 |" in card(publish(home, run, "gguf", write_model(), tmp_path / "out"))
 
 
 def test_the_base_is_named_as_the_hub_does_where_that_is_known(
