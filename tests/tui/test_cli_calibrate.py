@@ -23,7 +23,7 @@ from tui.commands.calibrate import calibrate
 
 def run(fake: FakeEngine, **options: Any) -> int:
     known: dict[str, Any] = {"config": Path("x.toml"), "show": False, "quick": False, "json": False}
-    known |= {"scaling": False, "per_rank_batch": False, "csv": None}
+    known |= {"scaling": False, "per_rank_batch": False, "csv": None, "set": []}
     fake.measured.set()
     return calibrate(argparse.Namespace(**{**known, **options}), fake.engine)
 

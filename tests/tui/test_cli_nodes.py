@@ -94,7 +94,7 @@ class FakeCluster:
     nodes = part
 
     def run(self, *trust: str, json: bool = False, setup: bool = False) -> int:
-        options = argparse.Namespace(config=Path("x.toml"), trust=list(trust), json=json, setup=setup)
+        options = argparse.Namespace(config=Path("x.toml"), trust=list(trust), json=json, setup=setup, set=[])
         return nodes(options, cast("Engine", self))
 
 
