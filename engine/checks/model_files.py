@@ -54,7 +54,8 @@ async def run(context: CheckContext) -> CheckResult:
                 node, f"{folders[node.name]} is quantized by MLX, which PyTorch cannot read: {_SET_UNQUANTIZED}"
             )
         if files.faults:
-            findings.fault(node, *_fault(context, node, folders[node.name], files, copied=bool(complete), push=push))
+            brought = push is not None and takes(context.config, "model", node)
+            findings.fault(node, *_fault(node, folders[node.name], files, copied=bool(complete), brought=brought))
     if not complete:
         return findings.verdict(
             advice="" if any(findings.on(node).fixes for node in nodes) or push else _SET_ANOTHER, fix=push
@@ -84,12 +85,10 @@ async def run(context: CheckContext) -> CheckResult:
     return findings.verdict(complete[first.name].describe(), fix=fix)
 
 
-def _fault(
-    context: CheckContext, node: NodeConfig, folder: str, files: ModelFiles, *, copied: bool, push: Fix | None
-) -> tuple[str, Fix | None]:
-    """`copied`: some node has the model, of which the others get a copy."""
-    if push is not None and takes(context.config, "model", node):
-        return f"{node.name} has no whole copy of {context.config.job.model}: a launch brings it there", None
+def _fault(node: NodeConfig, folder: str, files: ModelFiles, *, copied: bool, brought: bool) -> tuple[str, Fix | None]:
+    """`copied`: some node has the model, of which the others get a copy. `brought`: a launch copies it there."""
+    if brought:
+        return f"{node.name} has no whole copy of the model: a launch brings it there", None
     message = f"{folder}: {files.describe()}"
     if not files.repository or copied:
         return message, None

@@ -225,7 +225,7 @@ HISTORIES = {
         '{"kind":"elastic","local":false,"iterations":15,"recovery":7,"faults":[["start_fails",4.17,1,0.0],'
         '["head_killed_at_effect",9,1,7.0],["power",10.28,1,7.0]]}'
     ),
-    "what the ranks of an earlier life had started is no start of an attempt that an adopter of the queue's run plans": (
+    "what ranks of an earlier life had started is no start of an attempt that an adopter of the queue's run plans": (
         '{"kind":"elastic","local":false,"iterations":5,"every":3,"budget_s":33.36,"unattended":true,"faults":'
         '[["resume",5.92,0,45.0],["rank_killed",6.04,0,400.0],["head_power",8.22,1,110.0],'
         '["head_killed_at_effect",52,0,70.0]]}'

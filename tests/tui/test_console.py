@@ -365,7 +365,12 @@ async def test_a_report_is_drawn_with_its_snapshot_and_only_where_it_shows(
         await console.shows("step 41/60")
         app, drawn, shown = console.app, set[tuple[str | None, int]](), list[DeckState]()
         monkeypatch.setattr(RowList, "refresh_line", lambda rows, y: drawn.add((rows.id, y)))
-        monkeypatch.setattr(app.deck, "show", lambda state: (shown.append(state), DeckScreen.show(app.deck, state)))
+
+        def show(state: DeckState) -> None:
+            shown.append(state)
+            DeckScreen.show(app.deck, state)
+
+        monkeypatch.setattr(app.deck, "show", show)
         later = fake_engine.running()
         fake.put(replace(later, record=later.record.model_copy(update={"iteration": 55})))
         await console.until(lambda: [run.iteration for run in app.state.runs or ()][:1] == [55], "the list")
