@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
+import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ from textual.message import Message
 from engine import api
 from engine.errors import InputError, InputsChanged
 from tui import scaling_text
-from tui.fixes import FixCommand
+from tui.fixes import HERE, FixCommand
 from tui.formatting import fetch_text
 from tui.poller import RunsRead
 from tui.screens.use import RunUse
@@ -55,6 +56,8 @@ Item = TypeVar("Item")
 
 BATCH_S: Final = 0.25
 """Between two batches of a stream's items."""
+_LOADING_S: Final = 7200.0
+"""Limit of a fix that loads an environment's packages."""
 CLOSING_S: Final = 3.0
 """How long closing may take: a node that is gone must not keep the console open."""
 REPLY_S: Final = 0.05
@@ -671,7 +674,11 @@ class EngineClient:
 
     async def _run_fix(self, config: Config, command: FixCommand) -> None:
         try:
-            done = await self._loop.call(lambda: self.engine.nodes.run_on(config, command.node, command.line))
+            # Ours may not be on the PATH of a login shell, and takes as long as what it loads.
+            ours = f"{shlex.quote(str(Path(sys.executable).with_name('flightdeck')))} environments make"
+            line = command.line.replace(api.MAKE_ENVIRONMENT, ours) if command.node == HERE else command.line
+            run = partial(self.engine.nodes.run_on, config, command.node, line)
+            done = await self._loop.call(partial(run, timeout_s=_LOADING_S) if line != command.line else run)
         except ENGINE_ERRORS as error:
             command.problem = str(error)
         else:

@@ -86,8 +86,11 @@ def _node_fix(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
         return f"no command fixes this{f': {facts.fix}' if facts.fix else ''}"
     for check in state.shown_checks:
         command = check.fixes.get(state.node, _OURS) if check.status in _FIXED else _OURS
-        if not command.startswith(_OURS):
-            return CheckFix(api.check_label(check.name), {state.node: command}, check.effects)
+        if not command.startswith(_OURS) or command.startswith(api.MAKE_ENVIRONMENT):
+            node, effects = (HERE if command.startswith(_OURS) else state.node), check.effects
+            if (effect := effects.get(state.node)) is not None:
+                effects = {node: effect}
+            return CheckFix(api.check_label(check.name), {node: command}, effects)
     if state.topology is not None and state.node in state.topology.setup:
         return CableSetup(state.topology.setup)
     return f"no known problem on {state.node} has a fix command"
@@ -104,7 +107,7 @@ def _check_fix(state: DeckState) -> CheckFix | HostKeyFix | str:
     line = check.fix_command or ""
     if commands and line in ("", api.as_shell_line(state.config, check.fixes)):
         return CheckFix(api.check_label(check.name), commands, check.effects)
-    if line and not line.startswith(_OURS):
+    if line and (line.startswith(api.MAKE_ENVIRONMENT) or not line.startswith(_OURS)):
         # More than what the nodes can do alone, such as a copy from one to another.
         return CheckFix(api.check_label(check.name), {HERE: line}, {HERE: check.fix_effect} if check.fix_effect else {})
     keys = [node for node, command in check.fixes.items() if command.startswith(_OURS)]

@@ -30,6 +30,7 @@ from engine.config.edit import write_pythons
 from engine.config.load import load_config
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, InputError, StateError
+from engine.queue.queue_files import queued_configs
 from engine.run.run_plan import read_plan
 from engine.security.audit import audit_log
 from engine.security.redact import redact
@@ -46,15 +47,17 @@ class EnvironmentsApi:
     ) -> list[EnvironmentPlan]:
         """One for each host of these nodes, by default of all; nothing is changed. `offline`: wheels are sent also
         where an index is reached. Raises InputError, ConfigError."""
-        hosts, fleet, given = _hosts(config, names), self._session.fleet, given_requirements(config)
+        hosts, given = _hosts(config, names), given_requirements(config)
         packages = config.job.kind.packages(config.job.words)
         if given is None and "mlx" not in packages:
             todo = 'write [environment] requirements = ["torch", "accelerate"], or name a requirements file'
             raise InputError("the packages of a PyTorch job's environment are not known", todo=todo)
-        pythons = await asyncio.gather(*(inspect_node(fleet, node) for node in hosts))
-        minor = config.environment.python or self._minor_of_others(config, hosts) or choose_minor(pythons)
+        # Of all hosts, so that one made alone is as it would be among the others.
+        pythons = await self._inspect(_hosts(config, ()))
+        others = self._minor_of_others(config, hosts)
+        minor = config.environment.python or others or choose_minor(pythons.values())
         wanted = installed_here if given is None else lambda _: given
-        plans = [plan_environment(node, there, minor, wanted) for node, there in zip(hosts, pythons, strict=True)]
+        plans = [plan_environment(node, pythons[node.ssh], minor, wanted) for node in hosts]
         sends = offline or config.environment.wheels is not None
         return [plan.model_copy(update={"online": plan.online and not sends}) for plan in plans]
 
@@ -102,8 +105,12 @@ class EnvironmentsApi:
     async def all(self, config: Config, names: Collection[str] = ()) -> dict[str, NodePythons]:
         """Node → the pythons and environments of its host, or why they are not known. Raises InputError."""
         hosts = _hosts(config, names)
+        answers = await self._inspect(hosts)
+        return {node.name: answers[node.ssh] for node in hosts}
+
+    async def _inspect(self, hosts: Sequence[NodeConfig]) -> dict[str, NodePythons]:
         answers = await asyncio.gather(*(inspect_node(self._session.fleet, node) for node in hosts))
-        return dict(zip((node.name for node in hosts), answers, strict=True))
+        return dict(zip((node.ssh for node in hosts), answers, strict=True))
 
     async def remove(self, config: Config, name: str, names: Collection[str] = ()) -> None:
         """The environment of this id, from these nodes or all. Raises InputError where the configuration or a run that
@@ -125,6 +132,9 @@ class EnvironmentsApi:
             if not record.state.ended:
                 with contextlib.suppress(StateError):
                     configs[f"run {record.id}"] = read_plan(self._runs.directory(record.id).plan).config
+        configs |= {
+            f"queued item {number}": queued for number, queued in enumerate(queued_configs(self._session.home), 1)
+        }
         part = f"/{FOLDER}/{name}/"
         return [user for user, used in configs.items() if any(part in node.python for node in used.nodes)]
 

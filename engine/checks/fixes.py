@@ -15,6 +15,8 @@ from engine.security.identifiers import SshTarget
 
 FLIGHTDECK = "flightdeck "
 """A fix that begins with it runs on this machine, whichever node it is for."""
+MAKE_ENVIRONMENT = f"{FLIGHTDECK}environments make"
+"""Begins a fix that the console runs here; any other of FLIGHTDECK a person does, or the console in its own way."""
 ASIDE = ".aside"
 """Suffix of a file that was moved out of the way, before its hash."""
 _NOT_HEX = re.compile(r"[^0-9a-f]")

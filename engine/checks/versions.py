@@ -17,7 +17,7 @@ from typing import NamedTuple
 from engine.checks import connectivity, mlx_cuda, sync
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext, once
-from engine.checks.fixes import Fix, posix
+from engine.checks.fixes import FLIGHTDECK, MAKE_ENVIRONMENT, Fix, posix
 from engine.checks.interpreter import HOME_ENVIRONMENT, IMPORT_LIMIT_S, Interpreter, environment_of, probe_imports
 from engine.checks.mlx_cuda import MlxNode
 from engine.checks.plan_inputs import chosen_job
@@ -55,6 +55,7 @@ _RECIPE = {
 }
 _MLX_NAMES = {"jaccl-ring": "jaccl"}
 """Backend of a network plan → MLX's name for it, where that differs."""
+_MAKES = "makes an environment below ~/.flightdeck there, and writes it as its python into the configuration"
 _LIMIT_S = 2 * IMPORT_LIMIT_S + 5
 _LOCAL_LABEL = re.compile(r"\+(cpu|cu[0-9]{2,4}|rocm[0-9.]{1,8}|xpu|auto)$")
 """PyTorch's, of the builds that its own index has; "auto" is uv's choice among them, by the node's GPU."""
@@ -111,7 +112,7 @@ def evaluate(
             findings.fault(node, *cuda)
         elif (problem := _problem(interpreter, first, backend, needed)) is not None:
             fault, wanted = problem
-            advice, fix = _fix(node, of_mlx, first, wanted)
+            advice, fix = _fix(config, node, of_mlx, first, wanted)
             findings.fault(node, f"{fault}{advice}", fix)
         elif backend == "nccl" and (mismatch := _cuda_problem(interpreter, first)) is not None:
             findings.fault(node, mismatch)
@@ -182,7 +183,9 @@ def _cuda_problem(seen: Interpreter, first: Interpreter) -> str | None:
     return None if build.nccl == reference.nccl else f"torch has NCCL {build.nccl}, rank 0's {reference.nccl}"
 
 
-def _fix(node: NodeConfig, of_mlx: MlxNode, first: Interpreter, wanted: dict[str, str]) -> tuple[str, Fix | None]:
+def _fix(
+    config: Config, node: NodeConfig, of_mlx: MlxNode, first: Interpreter, wanted: dict[str, str]
+) -> tuple[str, Fix | None]:
     """Advice for the message, and a command to be pasted on the node.
 
     Packages are installed into the environment that is there, but not into the one that Flight Deck runs from. Another
@@ -195,6 +198,10 @@ def _fix(node: NodeConfig, of_mlx: MlxNode, first: Interpreter, wanted: dict[str
         wanted = {name: f"=={version}" for name, version in seen.packages.items()} | wanted
     elif seen.python is not None and (first.python is None or _minor(seen.python) == minor):
         return "", install_fix(node.python, seen, wanted, facts)
+    of_ours = config.environment.requirements is not None or ("mlx" in wanted and "cuda" not in of_mlx.extra)
+    if config.file is not None and of_ours:
+        command = f"{MAKE_ENVIRONMENT} --node {shlex.quote(node.name)} --yes -c {shlex.quote(str(config.file))}"
+        return "", Fix(command, f"{_MAKES}; `{FLIGHTDECK}environments remove` takes it back")
     path, environment = PurePosixPath(node.python), environment_of(node.python)
     beside = seen.beside if seen.python is None else environment if seen.venv else HOME_ENVIRONMENT
     if beside is not None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from engine.checks import versions as check
+from engine.checks.fixes import as_shell_line
 from engine.checks.interpreter import Interpreter, as_interpreter, environment_of, with_modules
 from engine.checks.versions import evaluate
 from engine.cluster.probe_results import PackagesReport
@@ -103,6 +104,17 @@ async def test_a_missing_interpreter_is_made_by_its_fix(model: Path, data: Path,
     assert f"no such interpreter: {missing}" in result.summary
     make = f"mkdir -p {tmp_path} && mkdir {tmp_path / 'venv'} && sh -c 'uv venv --python {MINOR} {tmp_path / 'venv'}"
     assert (result.fix_command or "").startswith(f"{make} && uv pip install --python {missing} ")
+
+
+async def test_a_missing_interpreter_of_a_file_is_made_by_flight_deck_which_writes_it_there(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "venv" / "bin" / "python")
+    config = make_config(model, data, tmp_path, pythons=(sys.executable, missing))
+    file = tmp_path / "my flightdeck.toml"
+    result = await run_check(check.run, config.model_copy(update={"file": file}))
+    assert result.fix_command == f"flightdeck environments make --node node1 --yes -c '{file}'"
+    assert result.fix_command == as_shell_line(config, result.fixes)
 
 
 async def test_a_machine_with_nvidias_driver_gets_the_cuda_build_also_where_no_interpreter_could_be_asked(

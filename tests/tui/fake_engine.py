@@ -847,7 +847,7 @@ class FakeEngine:
             raise self.refusal
         self.accepted.append(offer)
 
-    async def run_on(self, config: Config, node: str, command: str) -> Completed:
+    async def run_on(self, config: Config, node: str, command: str, *, timeout_s: float = 600.0) -> Completed:
         self.commands.append((node, command))
         while node in self.held:
             await asyncio.sleep(0.005)

@@ -41,6 +41,28 @@ async def test_a_copy_between_nodes_is_run_on_this_machine_after_a_confirmation(
         await console.until(lambda: fake.commands == [("this machine", LINE)], "the fix")
 
 
+async def test_an_environment_is_made_by_this_flightdeck_from_the_nodes_and_the_checks(fake: FakeEngine) -> None:
+    command, effect = "flightdeck environments make --node local-1 --yes -c /flightdeck.toml", "makes an environment"
+    failed = CheckResult(
+        name="versions_match",
+        status=CheckStatus.FAIL,
+        summary="no such interpreter",
+        fix_command=command,
+        fixes={"local-1": command},
+        effects={"local-1": effect},
+        fix_effect=effect,
+    )
+    fake.check_results = [*fake_engine.CHECKS[:4], failed]
+    async with opened(fake) as console:
+        await console.check()
+        await console.press("x")
+        assert "run the fix on this machine?" in console.screen and effect in console.screen
+        await console.press("right", "enter")
+        await console.until(lambda: bool(fake.commands), "the fix")
+        assert fake.commands[0][0] == "this machine"
+        assert fake.commands[0][1].endswith("/flightdeck environments make --node local-1 --yes -c /flightdeck.toml")
+
+
 def test_a_command_is_folded_after_some_lines() -> None:
     assert folded("kill 4711", 78) == "kill 4711"
     assert folded("one\ntwo\nthree\nfour\nfive", 78).splitlines()[FOLDED:] == ["… and 2 more lines"]
