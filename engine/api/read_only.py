@@ -15,7 +15,7 @@ _READS: Final[dict[str, Collection[str]]] = {
     "launches": ("plan",),
     "queue": ("snapshot",),
     "calibrations": ("latest", "latest_scaling", "predict"),
-    **dict.fromkeys(("results", "checks", "tasks", "chats", "environments", "setup"), ()),
+    **dict.fromkeys(("results", "checks", "tasks", "chats", "environments", "setup", "models"), ()),
 }
 """Each part's requests that change nothing but what is kept to read faster; all others are refused."""
 

@@ -14,6 +14,7 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from unittest import mock
 
@@ -42,6 +43,7 @@ from tui.widgets import checks_pane, node_detail, run_summary
 ACTING = {
     *("launch", "abort", "use", "again", "edit", "recheck", "demo", "chat", "calibrate", "calibrate_quick", "scaling"),
     *("fix", "skip", "shell", "tag_run", "note_run", "delete_run", "export_chart", "save"),
+    *("setup", "notify_test", "switch"),
 }
 
 
@@ -108,14 +110,14 @@ async def test_the_engine_of_such_a_console_refuses_what_slips_through(fake: Fak
 
 
 LEFT = {
-    *("close", "load_config", "notify", "report_damage"),
+    *("close", "load_config", "load_grid", "notify", "report_damage", "queue.snapshot"),
     *("nodes.is_accepted", "nodes.programs", "nodes.last_facts", "nodes.probe_each", "nodes.telemetry"),
     *("nodes.topology", "nodes.network_plan", "runs.all", "runs.find", "runs.watch", "runs.series"),
     *("comparisons.compare", "launches.plan"),
     *("calibrations.latest", "calibrations.latest_scaling", "calibrations.predict"),
 }
 """The engine's public names that a console which only reads may use."""
-PARTS = ("nodes", "runs", "comparisons", "results", "calibrations", "checks", "launches", "tasks", "chats")
+PARTS = tuple(name for name, value in vars(Engine).items() if isinstance(value, cached_property))
 
 
 def public(thing: object) -> set[str]:
