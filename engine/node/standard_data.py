@@ -22,7 +22,7 @@ from engine.node.probes import reason_of
 from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind
 from engine.node.row_shapes import Skipped, convert
 from engine.node.source_files import DataError, read_source, source_files
-from engine.protocol.attempt import open_regular, read_regular
+from engine.protocol.attempt import open_regular, read_regular, write_atomic
 from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank, lines, parse
 
 _VERSION = 1
@@ -35,6 +35,10 @@ _KEPT_S = 30 * 86_400
 """After so long without use a folder is removed: it can be made again."""
 _ABANDONED_S = 3600
 """After so long without a write a conversion that was not completed is removed."""
+_SETTLED_S = 2.0
+"""Since when a file is untouched whose times tell of the next write."""
+_SOURCES = ".sources"
+"""Folder of the hashes of sources; removed as a conversion that was not completed is."""
 _SHOWN_FAULTS = 3
 _MOST_UNREAD = 100
 _REPORT = "conversion.json"
@@ -123,14 +127,33 @@ def columns_of(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _digest(files: Mapping[str, list[Path]], options: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps([_VERSION, options], sort_keys=True).encode())
-    for split, paths in files.items():
-        for path in paths:
-            digest.update(f"{split} {path.suffix} {path.stat().st_size}\n".encode())
-            with open_regular(path) as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-    return digest.hexdigest()[:24]
+    return hashlib.sha256(json.dumps([_VERSION, options, _content(files)], sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _content(files: Mapping[str, list[Path]]) -> str:
+    """SHA-256 of the files. All ranks and checks of a host ask for it: of files that are untouched since then, as far
+    as the file system tells, it is kept."""
+    named = [(split, path, path.stat()) for split, paths in files.items() for path in paths]
+    places = [
+        [split, str(path), at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns]
+        for split, path, at in named
+    ]
+    kept = _root() / _SOURCES / hashlib.sha256(json.dumps(places).encode()).hexdigest()[:24]
+    with contextlib.suppress(OSError, ValueError):
+        if len(text := read_regular(kept).decode("ascii")) == 2 * hashlib.sha256().digest_size:
+            return text
+    digest = hashlib.sha256()
+    for split, path, status in named:
+        digest.update(f"{split} {path.suffix} {status.st_size}\n".encode())
+        with open_regular(path) as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    # Within one tick of its clock a file can be written twice.
+    if time.time() - max(status.st_ctime for *_, status in named) > _SETTLED_S:
+        with contextlib.suppress(OSError):
+            make_private(kept.parent)
+            write_atomic(kept, digest.hexdigest())
+    return digest.hexdigest()
 
 
 class _Conversion:

@@ -20,8 +20,10 @@ from typing import Any
 
 import pytest
 
+from engine.node import standard_data as module
 from engine.node.source_files import DataError
 from engine.node.standard_data import StandardData, standard_data
+from engine.protocol.attempt import open_regular
 
 OPTIONS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text", "max_seq_length": 2048}
 TURNS = (("level?", "three zero"), ("heading?", "two seven zero"))
@@ -610,3 +612,26 @@ def test_a_large_file_takes_no_more_memory_than_a_small_one(tmp_path: Path, suff
     argv = [sys.executable, "-c", MEMORY, str(path), json.dumps(OPTIONS)]
     finished = subprocess.run(argv, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert int(finished.stdout) < 3_000, "KiB"
+
+
+def test_ranks_of_one_host_read_an_untouched_source_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other bytes of the same size, with the time of the last write put back, are noticed."""
+    opened = list[Path]()
+
+    def counted(path: Path) -> Any:
+        opened.append(path)
+        return open_regular(path)
+
+    monkeypatch.setattr(module, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(module, "open_regular", counted)
+    options, path = {**OPTIONS, "data": {"valid": 0}}, tmp_path / "qa.jsonl"
+    path.write_bytes(jsonl(keyed("question", "answer")))
+    folders = [standard_data(path, options).folder for _ in range(3)]
+    assert len({*folders}) == 1 and opened == [path]
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"three zero", b"three nine"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other = standard_data(path, options).folder
+    assert other != folders[0] and opened == [path, path]
+    assert standard_data(path, {**options, "max_seq_length": 300}).folder not in (other, *folders)
+    assert opened == [path, path], "the options are no part of what is read"
