@@ -70,7 +70,6 @@ from tui.screens.fix import ChangedKey, FixDialog, SkipCheck, UnknownKey, confir
 from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.settings import SettingsForm, starts
 from tui.screens.setup import Setup
-from tui.screens.setup_steps import STEPS
 from tui.screens.stopping import Stopping
 from tui.screens.use import (
     FORMS,
@@ -651,7 +650,7 @@ class FlightDeckApp(App[None]):
                 self.poller.read_file(file)
 
         in_terminal = partial(self._in_terminal, waits=True)
-        self.push_screen(Setup(self.client, target, self.state.glyphs, in_terminal, STEPS), written)
+        self.push_screen(Setup(self.client, target, self.state.glyphs, in_terminal), written)
 
     def do_abort(self) -> None:
         assert self.state.snapshot is not None

@@ -503,6 +503,7 @@ def _init(commands: Commands) -> None:
         ("flightdeck init ana@ultra.local bea@max.local", "finds a python with mlx and mlx-lm on each"),
         ("flightdeck init", "lists the hosts of ~/.ssh/config and Bonjour, and lets you choose"),
         ("flightdeck init --from-ssh-config --yes", "all of ~/.ssh/config"),
+        ("flightdeck init --yes --model ~/m --data ~/d ana bea", "then `flightdeck launch` needs nothing more"),
         ("flightdeck init --hostfile hosts.json", "MLX's JSON, or lines of host:slots"),
         adopts=False,
     )
@@ -513,7 +514,14 @@ def _init(commands: Commands) -> None:
     init.add_argument("-o", "--output", type=_file, metavar="FILE", help="default: ./flightdeck.toml; - prints it")
     init.add_argument("--name", metavar="NAME", help="of the cluster; default: the folder's")
     init.add_argument("--force", action="store_true", help="write over a file that is there")
-    init.add_argument("--yes", action="store_true", help="take every host that was found")
+    init.add_argument("--model", metavar="NAME", help="[job] model: a folder on the nodes, or org/name")
+    init.add_argument("--data", metavar="NAME", help="[job] data: a folder or file on the nodes, or hf:org/set")
+    init.add_argument("--method", choices=("lora", "dora", "full"), help="[job] fine_tune_type; default: lora")
+    init.add_argument("--iters", type=_count(10_000_000), metavar="N", help="[job] iters; default: 1000")
+    what = "accept the host key with this fingerprint, which a person has compared; may be repeated"
+    init.add_argument("--trust", action="append", default=[], metavar="FINGERPRINT", help=what)
+    what = "ask nothing: take every host that was found, and make environments where there is no mlx"
+    init.add_argument("--yes", action="store_true", help=what)
 
 
 def _history(commands: Commands) -> None:

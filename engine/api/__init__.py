@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         already_there,
         draft,
         find_job,
+        is_beside,
         usual_batch,
         write_draft,
     )
@@ -86,7 +87,7 @@ _NAMES: Final = {
     "engine.cluster.probe_results": "NodeCopies NodeCopy",
     "engine.cluster.environments": "EnvironmentPlan EnvironmentProgress NodePythons",
     "engine.cluster.transport.base": "Completed",
-    "engine.config.draft": "SCHEMA DraftJob DraftNode already_there draft find_job usual_batch write_draft",
+    "engine.config.draft": "SCHEMA DraftJob DraftNode already_there draft find_job is_beside usual_batch write_draft",
     "engine.config.edit": "changed_keys edited_settings with_settings",
     "engine.config.models": "Config",
     "engine.config.overrides": "parse_settings parse_value",

@@ -111,7 +111,7 @@ class Engine(Session):
     def setup(self) -> SetupApi:
         from engine.api.setup import SetupApi
 
-        return SetupApi(self, self.nodes, self.checks, self.launches)
+        return SetupApi(self, self.nodes, self.checks, self.launches, self.models)
 
     @cached_property
     def queue(self) -> QueueApi:

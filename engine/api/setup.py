@@ -15,20 +15,22 @@ from pydantic import Field
 
 from engine.api.checks import ChecksApi
 from engine.api.launches import LaunchesApi
+from engine.api.model_copies import ModelsApi
 from engine.api.nodes import NodesApi
 from engine.api.session import Session, stream
 from engine.checks.inspection import DataInspection
 from engine.cluster.discovery import FoundHost, FoundPython, draft_nodes, find_python, hosts_from_names
 from engine.cluster.transport.ssh_config import OWN_KNOWN_HOSTS
 from engine.config.documents import read_text
-from engine.config.draft import data_path, draft, find_job, write_draft
+from engine.config.draft import draft, find_job, is_beside, write_draft
 from engine.config.load import load_config
 from engine.config.models import Config, FineTuneType
 from engine.config.redraft import redraft
-from engine.errors import ConfigError, StateError
+from engine.errors import ConfigError, StateError, spans
 from engine.models import FrozenModel
 from engine.plan.capacity import Capacity
 from engine.protocol.attempt import read_regular, write_atomic
+from engine.protocol.manifest import DATA_PREFIX
 from engine.security.identifiers import SshTarget
 from engine.security.paths import make_home
 
@@ -80,13 +82,17 @@ class NodeCandidate:
             return False
         return answer.mac or (answer.python is not None and not self.host.here) or (announced and not answer.machine)
 
+    def with_python(self, python: str) -> NodeCandidate:
+        """With that of an environment that was made there."""
+        return replace(self, answer=(self.answer or FoundPython()).made(python))
+
 
 class SetupApi:
-    def __init__(self, session: Session, nodes: NodesApi, checks: ChecksApi, launches: LaunchesApi) -> None:
-        self._session = session
-        self._nodes = nodes
-        self._checks = checks
-        self._launches = launches
+    def __init__(
+        self, session: Session, nodes: NodesApi, checks: ChecksApi, launches: LaunchesApi, models: ModelsApi
+    ) -> None:
+        self._session, self._nodes, self._checks = session, nodes, checks
+        self._launches, self._models = launches, models
 
     def read(self, target: Path) -> SetupChoices:
         """Those for this file that are not written yet, else the file's own, as far as it can be read."""
@@ -161,10 +167,14 @@ class SetupApi:
             [candidate.host for candidate in candidates],
             [candidate.answer or FoundPython(problem="not probed") for candidate in candidates],
         )
+        folder, remote = target.absolute().parent, any(not candidate.host.here for candidate in candidates)
+        push = remote and is_beside(choices.data, folder)
         if target.exists():
-            return redraft(read_text(target, "a flightdeck.toml"), nodes, {"job": choices.settings})
-        job = find_job(target.absolute().parent, remote=any(not candidate.host.here for candidate in candidates))
-        return draft(nodes, cluster=target.absolute().parent.name, job=replace(job, settings=choices.settings))
+            tables: dict[str, dict[str, object]] = {"job": choices.settings, "data": {"push": True} if push else {}}
+            return redraft(read_text(target, "a flightdeck.toml"), nodes, tables)
+        job = find_job(folder, remote=remote)
+        push = job.push if choices.data is None else push
+        return draft(nodes, cluster=folder.name, job=replace(job, settings=choices.settings, push=push))
 
     def config(self, target: Path, text: str) -> Config:
         """The configuration of a text that is not written yet. Raises ConfigError, InputError, StateError."""
@@ -196,22 +206,33 @@ class SetupApi:
             with contextlib.suppress(OSError):
                 file.unlink()
 
-    def data_found(self, target: Path, *, remote: bool) -> list[str]:
-        """Training data beside the file, mlx-lm's folders and files of rows, as `find_job` names it."""
+    def data_found(self, target: Path) -> list[str]:
+        """Training data beside the file: mlx-lm's folders, and files of rows."""
         folder = target.absolute().parent
-        folders = [path.parent for path in sorted(folder.glob("*/train.jsonl"))]
-        files = [path for path in sorted(folder.iterdir()) if path.suffix in _ROWS and path.is_file()]
-        names = (data_path(path, remote=remote) for path in [*folders, *files][:_MOST_DATA])
-        return [name for name in names if name is not None]
+        folders = [path.parent.name for path in sorted(folder.glob("*/train.jsonl"))]
+        files = [path.name for path in sorted(folder.iterdir()) if path.suffix in _ROWS and path.is_file()]
+        return [*folders, *files][:_MOST_DATA]
+
+    async def copies(self, config: Config, *, dataset: bool) -> dict[str, str]:
+        """The models, or data sets, that the nodes have, the largest first: as [job] names one → its size and nodes."""
+        kind, sizes, holders = "dataset" if dataset else "model", dict[str, int](), dict[str, list[str]]()
+        for node in await self._models.list(config):
+            for copy in node.copies:
+                if copy.kind == kind and copy.complete:
+                    name = DATA_PREFIX * dataset + copy.name
+                    sizes[name] = max(copy.bytes, sizes.get(name, 0))
+                    holders.setdefault(name, []).append(node.node)
+        return {
+            name: f"{sizes[name] / 1e9:,.1f} GB on {spans(holders[name])}"
+            for name in sorted(sizes, key=lambda name: -sizes[name])
+        }
 
     async def inspect(self, config: Config, *, shown: int) -> DataInspection:
-        """The job's data as its first node reads it, or else as this machine does. Raises as ChecksApi.data."""
-        inspection = await self._checks.data(config, shown=shown)
-        assert config.file is not None and config.job.data is not None
-        here = config.file.parent / Path(config.job.data).expanduser()
-        if inspection.faults and not inspection.files and not config.nodes[0].local and here.exists():
-            return await self._checks.data(self._checks.data_config(here), shown=shown)
-        return inspection
+        """The job's data as its first node reads it, or where it is sent from here, as this machine does. Raises as
+        ChecksApi.data."""
+        if config.data.push:
+            config = self._checks.data_config(config.folder / Path(config.job.data or "").expanduser())
+        return await self._checks.data(config, shown=shown)
 
     async def capacities(self, config: Config) -> dict[str, Capacity]:
         """The largest batch of a rank by method, on the nodes with the least room. Raises InputError where the

@@ -233,7 +233,8 @@ assert importlib.util.find_spec("mlx_lm")
 print(platform.python_version(), *map(importlib.metadata.version, ("mlx", "mlx-lm")))
 """
 _PLACES = (
-    "mlx/.venv", "mlx/venv", ".venv", "venv", "venvs/*", ".venvs/*", "envs/*", ".virtualenvs/*", "*/.venv", "*/venv",
+    "mlx/.venv", "mlx/venv", ".venv", "venv", ".flightdeck/environments/*", "venvs/*", ".venvs/*", "envs/*",
+    ".virtualenvs/*", "*/.venv", "*/venv",
     ".local/share/uv/tools/mlx-lm", ".local/pipx/venvs/mlx-lm", "miniforge3", "miniforge3/envs/*", "miniconda3",
     "miniconda3/envs/*", "anaconda3/envs/*", ".pyenv/versions/*", "mambaforge/envs/*",
 )  # fmt: skip
@@ -289,6 +290,15 @@ class FoundPython:
     machine: str = ""
     """Chip, memory and system, one line."""
     mac: bool = False
+
+    @property
+    def lacks_mlx(self) -> bool:
+        """A shell has run there, and found no python that has it."""
+        return self.python is None and self.hostname is not None
+
+    def made(self, python: str | None) -> FoundPython:
+        """With that of an environment that was made there."""
+        return self if python is None else replace(self, python=python, about="environment of Flight Deck", problem="")
 
     @property
     def answers(self) -> bool:

@@ -16,6 +16,7 @@ from engine.config.formats import address_form, device_form, host_form, path_for
 from engine.config.mlx_lm_keys import KEYS
 from engine.errors import InputError, StateError
 from engine.protocol.attempt import replacing
+from engine.protocol.manifest import DATA_PREFIX
 from engine.security.identifiers import SshTarget, make_identifier, safe_repr
 from engine.security.sanitise import sanitise
 
@@ -56,6 +57,8 @@ class DraftJob:
     """An mlx-lm YAML in the same folder, which may set the model and the data."""
     has_model: bool = False
     has_data: bool = False
+    push: bool = False
+    """The data is this machine's, and is sent to the nodes at each launch."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -88,6 +91,12 @@ def draft(
     for node, name in zip(nodes, unique_names([node.name for node in nodes]), strict=True):
         lines += ["", *node_lines(node, name)]
     lines += ["", *_job(job, len(nodes))]
+    if job.push:
+        lines += [
+            "",
+            "[data]",
+            _set("push", True, "this machine's data goes to the nodes at each launch, what changed"),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -168,7 +177,7 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
     for key, (guess, in_yaml, what) in paths.items():
         value = settings.pop(key, None) or (job.data if key == "data" else None)
         if value is not None:
-            lines.append(_set(key, value, "on every node"))
+            lines.append(_set(key, value, "" if key == "data" and job.push else "on every node"))
         elif not in_yaml:
             lines.append(_set(key, guess, f"CHANGE ME: {what}"))
     if job.config is None:
@@ -219,10 +228,16 @@ _TYPICAL_KEYS = frozenset(
 
 
 def find_job(folder: Path, *, remote: bool) -> DraftJob:
-    """The job in `folder`. With `remote` nodes, paths in the home directory are written with ~, valid on all."""
+    """The job in `folder`; its data is sent to `remote` nodes at launch."""
     name, keys = _yaml(folder)
-    data = None if keys.get("data") else _data(folder, remote=remote)
-    return DraftJob(data=data, config=name, has_model=bool(keys.get("model")), has_data=bool(keys.get("data")))
+    data = DATA if not keys.get("data") and (folder / DATA / TRAIN).is_file() else None
+    has_model, has_data = bool(keys.get("model")), bool(keys.get("data"))
+    return DraftJob(data=data, config=name, has_model=has_model, has_data=has_data, push=remote and data is not None)
+
+
+def is_beside(data: str | None, folder: Path) -> bool:
+    """It is a file or folder of this machine's, named from the configuration's folder."""
+    return data is not None and not data.startswith(("/", "~", DATA_PREFIX)) and (folder / data).exists()
 
 
 def _yaml(folder: Path) -> tuple[str | None, dict[object, object]]:
@@ -234,16 +249,3 @@ def _yaml(folder: Path) -> tuple[str | None, dict[object, object]]:
         if len(_TYPICAL_KEYS & keys.keys()) >= 2 and keys.keys() <= KEYS.keys() and path_form(path.name) is None:
             return path.name, keys
     return None, {}
-
-
-def _data(folder: Path, *, remote: bool) -> str | None:
-    return data_path(folder / DATA, remote=remote) if (folder / DATA / TRAIN).is_file() else None
-
-
-def data_path(path: Path, *, remote: bool) -> str | None:
-    """The name in the configuration for a file or folder beside it; None where there is none."""
-    if not remote:
-        return path.name
-    path = path.absolute()
-    text = f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
-    return text if path_form(text) is None else None

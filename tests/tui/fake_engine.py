@@ -504,7 +504,7 @@ class FakeSetup(SetupApi):
 
     def __init__(self, fake: FakeEngine) -> None:
         part = cast(Any, fake)
-        super().__init__(part, part, part, part)
+        super().__init__(part, part, part, part, part)
         self._fake = fake
         self.inspected: list[str | None] = []
         self.least = 6
@@ -524,12 +524,17 @@ class FakeSetup(SetupApi):
         if host == "max" and not self._fake.accepted:
             offer = HostKeyOffer(target="max", key="ssh-ed25519 AAAA", fingerprint=FINGERPRINT)
             return FoundPython(problem="its host key is unknown", host_key=offer)
+        if host == "bare":
+            return FoundPython(hostname="bare", problem="no python with mlx and mlx-lm was found there")
         if host == "gone":
             return FoundPython(problem="no answer within 10 s")
         python = "~/mlx/.venv/bin/python"
         return FoundPython(
             python, "python 3.12, mlx 0.32.4, mlx-lm 0.32.2", host, machine=machine, mac=host != "127.0.0.1"
         )
+
+    async def copies(self, config: Config, *, dataset: bool) -> dict[str, str]:
+        return {} if dataset else {"mlx-community/Qwen3-4B-bf16": "8.0 GB on ultra, max"}
 
     async def inspect(self, config: Config, *, shown: int) -> DataInspection:
         self.inspected.append(config.job.data)

@@ -53,6 +53,15 @@ def test_this_machine_gives_a_file_that_loads_and_says_what_comes_next(folder: P
     assert config.job.mlx_lm["data"] in ("data", str(folder / "data"))
 
 
+def test_the_job_is_given_by_options_and_nothing_is_asked(folder: Path) -> None:
+    words = ("--model", "org/m", "--data", "~/d", "--method", "full", "--iters", "5", "--yes")
+    done = init(folder, "127.0.0.1", *words)
+    assert (done.code, done.err) == (0, "")
+    assert "edit flightdeck.toml" not in done.out
+    job = load_config(folder / "flightdeck.toml").job
+    assert (job.model, job.data, job.fine_tune_type, job.mlx_lm["iters"]) == ("org/m", "~/d", "full", 5)
+
+
 def test_a_file_in_the_way_is_left_alone_unless_forced(folder: Path) -> None:
     (folder / "flightdeck.toml").write_text("mine")
     refused = init(folder, "127.0.0.1")
@@ -125,8 +134,13 @@ def test_at_a_terminal_a_person_chooses(folder: Path, monkeypatch: pytest.Monkey
         terminal.press(b"7\r")
         terminal.read_until(b"numbers from 1 to 2")
         terminal.press(b"1\r")
+        terminal.read_until(b"model (")
+        terminal.press(b"~/m\r")
+        terminal.read_until(b"data (")
+        terminal.press(b"\r")
         assert terminal.wait() == 0
-    assert len(load_config(folder / "flightdeck.toml").nodes) == 1
+    config = load_config(folder / "flightdeck.toml")
+    assert (len(config.nodes), config.job.model) == (1, "~/m")
     (folder / "flightdeck.toml").unlink()
     for leave, code in ((b"\r", 2), (b"\x04", 2), (None, 130)):
         with Terminal([FLIGHTDECK, "init", "--from-ssh-config"], env=env) as terminal:
@@ -174,7 +188,8 @@ def test_a_host_key_is_asked_for_and_its_host_asked_then(
     options = argparse.Namespace(
         hosts=["ana@10.0.0.7"], output=file, force=False, hostfile=None, from_ssh_config=False, bonjour=False, name=None
     )
-    options.json = False
+    vars(options).update({"json": False, "yes": False, "trust": [], "iters": None})
+    vars(options).update(dict.fromkeys(("model", "data", "method"), "lora"))
     assert init_command(options, cast(Any, engine)) == 0
     (node,) = load_config(file).nodes
     expected = ("ultra", "/opt/mlx/bin/python") if answer == "y" else ("node0", PYTHON_GUESS)

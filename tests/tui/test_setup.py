@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from engine.api import Config, EnvironmentPlan, EnvironmentProgress
 from tests.tui.conftest import SMALL, Console, opened
 from tests.tui.fake_engine import FINGERPRINT, NOW, FakeEngine
 from tui.app import FlightDeckApp
@@ -76,7 +79,7 @@ async def test_from_an_empty_folder_to_the_checks_in_few_keys(fake: FakeEngine, 
         assert console.app.state.view == "preflight"
     written = tomllib.loads((folder / "flightdeck.toml").read_text())
     assert [node["ssh"] for node in written["node"]] == ["ana@ultra.local", "max"]
-    job = {"model": "~/Qwen3", "data": str(folder / "data"), "fine_tune_type": "lora", "batch_size": 12, "iters": 1000}
+    job = {"model": "~/Qwen3", "data": "data", "fine_tune_type": "lora", "batch_size": 12, "iters": 1000}
     assert written["job"] == job, "six a rank are the most that fit"
     assert len(keys) <= MOST_KEYS, keys
 
@@ -108,3 +111,48 @@ async def test_a_key_that_comes_before_the_engine_waits_for_it(fake: FakeEngine,
         assert not app.state.ready
         app.do_setup()
         await console.until(lambda: isinstance(app.screen, Setup), "the set-up")
+
+
+class FakeEnvironments:
+    """One node has no room at first; the second making fails on it, the third is done."""
+
+    def __init__(self) -> None:
+        self.room, self.fails, self.made = False, True, list[str]()
+
+    async def plan(self, config: Config, names: Sequence[str]) -> list[EnvironmentPlan]:
+        problem = "" if self.room else "0.1 GB are free there"
+        python = "~/.flightdeck/environments/0f/bin/python"
+        return [EnvironmentPlan(node=name, ssh=name, python=python, problem=problem) for name in names]
+
+    async def make(self, config: Config, plans: Sequence[EnvironmentPlan]) -> AsyncIterator[EnvironmentProgress]:
+        for plan in plans:
+            self.made.append(plan.node)
+            yield EnvironmentProgress(node=plan.node, text="mlx is installed", failed=self.fails, ended=not self.fails)
+
+
+async def test_a_node_without_mlx_gets_an_environment(fake: FakeEngine, folder: Path) -> None:
+    made = FakeEnvironments()
+    cast(Any, fake).environments = made
+    async with opened(fake, config=None, size=SMALL) as console:
+        await console.press("i")
+        await answered(console)
+        await console.press("t", *"bare", "enter", "enter", "y")
+        await at(console, "python")
+        await console.shows("0.1 GB are free there")
+        await console.press("enter")
+        await console.shows("no environments can be made now")
+        made.room = True
+        await console.press("escape", "enter")
+        await at(console, "python")
+        await console.until(lambda: "0.1 GB" not in console.screen, "the new plan")
+        await console.press("enter")
+        await console.shows("not all were made")
+        made.fails = False
+        await console.press("enter")
+        await at(console, "model")
+        assert made.made == ["bare", "bare"]
+        assert [node.answer.python for node in screen(console).nodes if node.answer and node.host.ssh == "bare"] == [
+            "~/.flightdeck/environments/0f/bin/python"
+        ]
+        await console.press("escape")
+        await at(console, "nodes")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from engine.api import (
+    Config,
     DraftJob,
     DraftNode,
     Engine,
@@ -23,10 +27,11 @@ from engine.api import (
     find_job,
     hosts_from_hostfile,
     hosts_from_names,
+    is_beside,
     write_draft,
 )
 from engine.errors import plural
-from tui.commands.terminal import DEFAULT_FILE, Lines, agreed_to_key, is_person, print_json
+from tui.commands.terminal import DEFAULT_FILE, Lines, agreed_to, agreed_to_key, is_person, print_json
 from tui.formatting import table
 
 _RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
@@ -34,7 +39,8 @@ _STDOUT = Path("-")
 
 
 def init(options: argparse.Namespace, engine: Engine) -> int:
-    """Write the file and say what comes next; 2 when there is nothing to write or a file in the way."""
+    """Write the file and say what comes next; 2 when there is nothing to write or a file in the way, 1 when with --yes
+    a node is left without mlx."""
     target: Path = options.output or DEFAULT_FILE
     if target != _STDOUT and target.exists() and not options.force:
         raise already_there(target)
@@ -46,14 +52,22 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
             "flightdeck: no host was chosen (name some: flightdeck init ana@ultra.local …, or take all with --yes)"
         )
         return ExitCode.USAGE
-    pythons = asyncio.run(_ask(engine, hosts, progress, asks=is_person(sys.stdin) and not options.json))
-    nodes = draft_nodes(hosts, pythons)
+    asks = is_person(sys.stdin) and is_person(progress.stream) and not options.json
+    pythons = asyncio.run(_ask(engine, hosts, progress, options.trust, asks=asks))
     folder = Path.cwd() if target == _STDOUT else target.absolute().parent
-    job = find_job(folder, remote=any(not host.here for host in hosts))
-    if hostfile:
-        job = replace(job, env=hostfile.env)
+    remote = any(not host.here for host in hosts)
+    job = find_job(folder, remote=remote)
+    settings = _settings(options, job, progress, asks=asks)
+    push = is_beside(settings["data"], folder) if "data" in settings else job.push
+    job = replace(job, env=hostfile.env if hostfile else {}, settings=settings, push=push and remote)
     backend = (hostfile.backend if hostfile else None) or "auto"
-    text = draft(nodes, cluster=options.name or folder.name, backend=backend, job=job)
+    write = partial(draft, cluster=options.name or folder.name, backend=backend, job=job)
+    if target != _STDOUT and (options.yes or asks) and any(python.lacks_mlx for python in pythons):
+        config = engine.setup.config(target, write(draft_nodes(hosts, pythons)))
+        made = asyncio.run(_make(engine, config, pythons, progress, asks=not options.yes))
+        pythons = [python.made(made.get(host.ssh)) for host, python in zip(hosts, pythons, strict=True)]
+    nodes = draft_nodes(hosts, pythons)
+    text = write(nodes)
     if target == _STDOUT:
         print(text, end="")
         return ExitCode.OK
@@ -63,7 +77,7 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
         _print_document(target, text, nodes, pythons)
     else:
         _say_next(Lines(), target, nodes, pythons, job)
-    return ExitCode.OK
+    return ExitCode.FAILED if options.yes and any(python.lacks_mlx for python in pythons) else ExitCode.OK
 
 
 def _choose(options: argparse.Namespace, engine: Engine, progress: Lines) -> list[FoundHost]:
@@ -131,14 +145,49 @@ def chosen_numbers(answer: str, count: int) -> list[int] | None:
     return numbers
 
 
-async def _ask(engine: Engine, hosts: Sequence[FoundHost], progress: Lines, *, asks: bool) -> list[FoundPython]:
-    """With `asks` a person is asked for each new host key, and what shows one that is accepted is asked again."""
+def _settings(options: argparse.Namespace, job: DraftJob, progress: Lines, *, asks: bool) -> dict[str, Any]:
+    """Keys of [job], by options; a person is asked for a model and data that nothing else names."""
+    given = {"model": options.model, "data": options.data, "fine_tune_type": options.method, "iters": options.iters}
+    there = {"model": job.has_model, "data": job.data or job.has_data}
+    for key in [key for key in there if asks and not options.yes and not given[key] and not there[key]]:
+        progress.stream.write(f"{key} (a folder on the nodes, or its name; empty: later)? ")
+        progress.stream.flush()
+        with contextlib.suppress(EOFError):
+            given[key] = input().strip()
+    return {key: value for key, value in given.items() if value}
+
+
+async def _make(
+    engine: Engine, config: Config, pythons: Sequence[FoundPython], progress: Lines, *, asks: bool
+) -> dict[str, str]:
+    """Environments on the nodes that have no mlx: host → its python; none where one has failed, which is said."""
+    async with engine:
+        names = [node.name for node, python in zip(config.nodes, pythons, strict=True) if python.lacks_mlx]
+        plans = await engine.environments.plan(config, names)
+        for plan in plans:
+            progress.wrap(f"{plan.node}: ", plan.describe(), 2)
+        if any(plan.problem for plan in plans) or (asks and not agreed_to("make them?", progress)):
+            return {}
+        failed = False
+        async for step in engine.environments.make(config, [plan for plan in plans if not plan.made]):
+            progress.wrap(f"{step.node}: ", step.text, 2)
+            failed = failed or step.failed
+    return {} if failed else {plan.ssh: plan.python for plan in plans}
+
+
+async def _ask(
+    engine: Engine, hosts: Sequence[FoundHost], progress: Lines, trusted: Sequence[str], *, asks: bool
+) -> list[FoundPython]:
+    """New host keys are accepted where they are `trusted`; with `asks` a person is asked for each other one. What shows
+    one that is accepted is asked again."""
     if is_person(progress.stream):
         progress.say(f"asking {plural(len(hosts), 'host')} for a python with mlx and mlx-lm …")
     async with engine:
         pythons = await engine.nodes.find_pythons([host.ssh for host in hosts])
         offers = dict.fromkeys(python.host_key for python in pythons if python.host_key is not None)
-        accepted = [offer for offer in offers if asks and is_person(progress.stream) and agreed_to_key(offer, progress)]
+        accepted = [
+            offer for offer in offers if offer.fingerprint in trusted or (asks and agreed_to_key(offer, progress))
+        ]
         for offer in accepted:
             await engine.nodes.accept_host_key(offer)
         again = [host.ssh for host, python in zip(hosts, pythons, strict=True) if python.host_key in accepted]
@@ -185,7 +234,7 @@ def _say_next(
         lines.say(f"  flightdeck nodes{named}       accept these host keys, compared on each machine itself:")
         for node, key in unknown:
             lines.say(f"      {node.ssh}  {key.fingerprint}")
-    there = {"model": job.has_model, "data": job.data or job.has_data}
+    there = {"model": job.has_model, "data": job.data or job.has_data, **job.settings}
     missing = [key for key, given in there.items() if not given]
     if missing:
         lines.say(f"  edit {target}: [job] {' and '.join(missing)}")

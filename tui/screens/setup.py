@@ -1,29 +1,42 @@
-"""The set-up of a flightdeck.toml in the console: one screen, whose steps are in `tui.screens.setup_steps`. What was
-chosen is kept at each step, so that it can be left and taken up again."""
+"""The set-up of a flightdeck.toml: the nodes and their keys, their pythons, the model, the data, the method and its
+size, and the file. What was chosen is kept at each step, so that it can be left and taken up again."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.events import Key, Resize
+from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from engine import api
-from tui.glyphs import MUTED, Glyphs
+from engine.errors import memory_text
+from tui.formatting import shortened
+from tui.glyphs import FAIL, MUTED, OK, RUNNING, WARN, Glyphs
+from tui.screens.fix import compare_command
 from tui.state import ENGINE_ERRORS
+from tui.widgets.text import pair
 
 if TYPE_CHECKING:
-    from engine.api import Config, Engine, NodeCandidate, SetupChoices
+    from engine.api import Capacity, Config, DataInspection, Engine, EnvironmentPlan, NodeCandidate
 
 Answer = TypeVar("Answer")
+_NAME: Final = 14
+_ROWS_SHOWN: Final = 3
+_METHODS: Final = {
+    "lora": "small adapters beside frozen weights: quick, the least memory",
+    "dora": "as lora, with a magnitude of its own: slower, often a little better",
+    "full": "every weight: the most memory, the most that can be learned",
+}
 
 
 class SetupClient(Protocol):
@@ -37,19 +50,18 @@ class SetupClient(Protocol):
     def each(self, make: Callable[[], AsyncIterator[Answer]]) -> AsyncGenerator[Answer, None]: ...
 
 
-InTerminal = Callable[[str, str, str, Callable[[], list[str]]], int | None]
-"""Runs a program in the terminal: what it is, where, a notice, its arguments; its exit code."""
-
-
 class SetupStep:
-    """One question of a set-up."""
+    """One question; one that is not needed is passed over."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     keys: ClassVar[str]
+    needed = True
 
     def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+        self.setup, self.client, self.engine = setup, setup.client, setup.client.engine
+        self.rows: list[str] = []
+        """Those that the cursor goes through."""
         self.cursor = 0
 
     def open(self) -> None:
@@ -57,11 +69,6 @@ class SetupStep:
 
     def draw(self, width: int) -> list[Content]:
         raise NotImplementedError
-
-    @property
-    def rows(self) -> Sequence[str]:
-        """Those that the cursor goes through."""
-        return ()
 
     def press(self, key: str) -> bool:
         """Do what the key means here; False where it means nothing."""
@@ -81,16 +88,366 @@ class SetupStep:
         """Take what was typed; False goes on to the next step."""
         return False
 
-    def close(self) -> bool:
-        """One step back within; False where there is none."""
-        return False
-
     async def leave(self) -> str | None:
         """Why it cannot go on; None when it can. Raises ENGINE_ERRORS."""
         return None
 
     def mark(self, at: int) -> str:
         return ("> " if self.setup.glyphs.ascii else "▸ ") if at == self.cursor else "  "
+
+
+class _Nodes(SetupStep):
+    name, title = "nodes", "The machines that train, from ssh's configuration, Bonjour and this one."
+    keys = "space takes, a all, K/J rank, t types one"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._touched, self._searching = setup.choices.chosen is not None, False
+
+    def open(self) -> None:
+        if not self.rows:
+            self.setup.run_worker(self._search(self.setup.choices.typed), group="search")
+
+    async def _search(self, typed: Sequence[str], *, others: bool = True) -> None:
+        """Each answer is shown as it comes."""
+        setup, self._searching = self.setup, True
+        try:
+            search = self.client.each(lambda: self.engine.setup.candidates(typed, others=others))
+            async with aclosing(search) as candidates:
+                async for candidate in candidates:
+                    setup.candidates[candidate.host.ssh] = candidate
+                    self.rows = list(setup.candidates)
+                    usual = tuple(host for host, one in setup.candidates.items() if one.usual)
+                    setup.choose(**{} if self._touched else {"chosen": usual})
+        except ENGINE_ERRORS as error:
+            setup.say(str(error))
+        self._searching = False
+        setup.draw()
+
+    def _lacking(self, what: str) -> list[NodeCandidate]:
+        return [node for node in self.setup.nodes if node.answer is not None and getattr(node.answer, what)]
+
+    def press(self, key: str) -> bool:
+        chosen, host = list(self.setup.choices.chosen or ()), self.rows[self.cursor] if self.rows else None
+        if key == "a":
+            everyone = [name for name, one in self.setup.candidates.items() if one.answer and one.answer.answers]
+            wanted = [name for name in everyone if not self.setup.candidates[name].host.here] or everyone
+            chosen = [] if set(wanted) == set(chosen) else wanted
+        elif key == " " and host is not None:
+            chosen = [name for name in chosen if name != host] if host in chosen else [*chosen, host]
+        elif key in ("K", "J") and host in chosen:
+            at = chosen.index(host)
+            chosen.insert(max(0, at + (1 if key == "J" else -1)), chosen.pop(at))
+        elif key in ("y", "c") and (lacking := self._lacking("host_key" if key == "y" else "login")):
+            self.setup.run_worker(self._let_in(lacking), group="keys", exclusive=True)
+            return True
+        elif key == "t":
+            self.setup.ask("[user@]host[:port]")
+            return True
+        else:
+            return super().press(key)
+        self._touched = True
+        self.setup.choose(chosen=tuple(chosen))
+        return True
+
+    async def _let_in(self, nodes: Sequence[NodeCandidate]) -> None:
+        """Accept their keys, or put ours there; then ask them anew, and go on once nothing is in the way."""
+        self._touched = True
+        try:
+            for node in nodes:
+                if node.answer is not None and node.answer.host_key is not None:
+                    await self.client.call(partial(self.engine.nodes.accept_host_key, node.answer.host_key))
+                else:
+                    notice = f"putting a login key of this machine on {node.host.name}, which asks for your password"
+                    program = partial(self.engine.setup.copy_id_argv, node.host.ssh)
+                    self.setup.in_terminal("ssh-copy-id", node.host.name, notice, program)
+        except ENGINE_ERRORS as error:
+            self.setup.say(str(error))
+            return
+        await self._search([node.host.ssh for node in nodes], others=False)
+        if not self._lacking("host_key") and not self._lacking("login"):
+            self.setup.action_next()
+
+    def take(self, text: str) -> bool:
+        self.setup.ask_no_more()
+        if text:
+            self._touched, choices = True, self.setup.choices
+            chosen, typed = (tuple(dict.fromkeys([*hosts, text])) for hosts in (choices.chosen or (), choices.typed))
+            self.setup.choose(chosen=chosen, typed=typed)
+            self.setup.run_worker(self._search([text], others=False), group="typed")
+        return True
+
+    async def leave(self) -> str | None:
+        nodes = self.setup.nodes
+        waiting = ", ".join(node.host.name for node in nodes if node.answer is None)
+        if not nodes or waiting:
+            return f"no answer yet: {waiting}" if waiting else "take at least one: space, or t to type one"
+        for what, why in (("host_key", "compare the host keys, then y accepts them"), ("login", "c runs ssh-copy-id")):
+            if lacking := self._lacking(what):
+                return f"{', '.join(node.host.name for node in lacking)}: {why}; or space leaves it out"
+        return None
+
+    def draw(self, width: int) -> list[Content]:
+        rows, chosen, lines = list(self.setup.candidates.values()), list(self.setup.choices.chosen or ()), []
+        room = max(3, self.setup.size.height - 16)
+        first = max(0, min(self.cursor - room // 2, len(rows) - room))
+        for at, (host, answer) in list(enumerate((row.host, row.answer) for row in rows))[first : first + room]:
+            rank = str(chosen.index(host.ssh)) if host.ssh in chosen else ""
+            glyph = RUNNING if answer is None else OK if answer.python else WARN if answer.answers else FAIL
+            texts = ("asked",) if answer is None else (answer.machine, answer.about or answer.problem)
+            if answer is not None and answer.host_key is not None:
+                texts = (answer.host_key.fingerprint,)
+            head = f"{self.mark(at)}[{rank:>2}] {shortened(host.name, _NAME):<{_NAME}} "
+            text = shortened("; ".join(filter(None, texts)), width - len(head) - 2)
+            mark = self.setup.glyphs.mark(glyph)
+            lines.append(Content.assemble((head, "bold" if rank else ""), mark, " ", (text, MUTED)))
+        lines.append(Content.styled("searching" if self._searching else "", MUTED))
+        return lines + (_details(rows[self.cursor], width) if rows else [])
+
+
+def _details(candidate: NodeCandidate, width: int) -> list[Content]:
+    host, answer = candidate.host, candidate.answer
+    rows = {host.name[:13]: ", ".join(filter(None, (host.ssh, host.about, " and ".join(host.sources))))}
+    if answer is not None and answer.python is not None:
+        rows["python"] = answer.python
+    elif answer is not None:
+        key = answer.host_key
+        todo = answer.todo if key is None else f"typed on it, this prints the same: {compare_command(key.key)}"
+        rows |= {"problem": answer.problem, "what to do": todo}
+    return [pair(label, text, width) for label, text in rows.items()]
+
+
+class _Pythons(SetupStep):
+    name, keys = "python", "s leaves them as they are"
+    title = "These have no python with mlx. Enter makes environments, which nothing else uses:"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._plans: list[EnvironmentPlan] = []
+        self._texts: dict[str, str] = {}
+
+    @property
+    def needed(self) -> bool:  # type: ignore[override]
+        return any(node.answer is not None and node.answer.lacks_mlx for node in self.setup.nodes)
+
+    def open(self) -> None:
+        self._plans, self._texts = [], {"": "asking the nodes what they have to make one with"}
+        self.setup.run_worker(self._plan(), group="python", exclusive=True)
+
+    async def _plan(self) -> None:
+        try:
+            config = await self.setup.config()
+            nodes = zip(config.nodes, self.setup.nodes, strict=True)
+            names = [node.name for node, one in nodes if one.answer is not None and one.answer.lacks_mlx]
+            self._plans = await self.client.call(lambda: self.engine.environments.plan(config, names))
+            self._texts = {plan.node: plan.describe() for plan in self._plans}
+        except ENGINE_ERRORS as error:
+            self._texts = {"": str(error)}
+        self.setup.draw()
+
+    def press(self, key: str) -> bool:
+        if key == "s":
+            self.setup.go(1)
+        return key == "s"
+
+    async def leave(self) -> str | None:
+        if not self._plans or any(plan.problem for plan in self._plans):
+            return "no environments can be made now; s leaves the nodes as they are"
+        config, failed, lacking = await self.setup.config(), False, [plan for plan in self._plans if not plan.made]
+        async with aclosing(self.client.each(lambda: self.engine.environments.make(config, lacking))) as steps:
+            async for step in steps:
+                self._texts[step.node], failed = step.text, failed or step.failed
+                self.setup.draw()
+        if not failed:
+            for plan in self._plans:
+                self.setup.candidates[plan.ssh] = self.setup.candidates[plan.ssh].with_python(plan.python)
+        return "not all were made: enter tries again, and goes on with what is there" if failed else None
+
+    def draw(self, width: int) -> list[Content]:
+        return [pair(node[:13], text, width) for node, text in self._texts.items()]
+
+
+class _Named(SetupStep):
+    """Its answer is one of several, or is typed."""
+
+    keys = "up/down or type"
+    placeholder: ClassVar[str]
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.abouts: dict[str, str] = {}
+        """Name → where it is, and how large."""
+
+    def open(self) -> None:
+        self.rows = list(self.abouts)
+        self.setup.ask(self.placeholder, getattr(self.setup.choices, self.name) or next(iter(self.rows), ""))
+        self.setup.run_worker(self._list(), group="copies", exclusive=True)
+
+    async def _list(self) -> None:
+        """Add what the nodes have."""
+        try:
+            config = await self.setup.config()
+            copies = await self.client.call(lambda: self.engine.setup.copies(config, dataset=self.name == "data"))
+        except ENGINE_ERRORS as error:
+            self.setup.say(str(error))
+            return
+        self.abouts |= copies
+        self.rows = list(self.abouts)
+        if self.rows and not self.setup.typed:
+            self.moved()
+        self.setup.draw()
+
+    def moved(self) -> None:
+        self.setup.ask(self.placeholder, self.rows[self.cursor])
+
+    async def leave(self) -> str | None:
+        if not self.setup.typed:
+            return f"choose one, or type it: {self.placeholder}"
+        self.setup.choose(**{self.name: self.setup.typed})
+        await self.setup.config()
+        return None
+
+    def draw(self, width: int) -> list[Content]:
+        rows = enumerate(self.abouts.items())
+        return [Content(shortened(f"{self.mark(at)}{name:<40}  {about}", width)) for at, (name, about) in rows]
+
+
+class _Model(_Named):
+    name, title = "model", "The model that is trained."
+    placeholder = "a folder in mlx-lm's format on every node, such as ~/models/Qwen3-0.6B, or org/name"
+
+
+class _Data(_Named):
+    name, title, placeholder = "data", "What it is trained on.", "a folder or file on every node, or hf:org/set"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._inspection: tuple[str, DataInspection | str] | None = None
+        """The name, and its data or why that is not known."""
+
+    def open(self) -> None:
+        self.abouts |= dict.fromkeys(self.engine.setup.data_found(self.setup.target), "beside the file")
+        super().open()
+
+    def changed(self, text: str) -> None:
+        if text in self.rows:
+            self.setup.run_worker(self._inspect(text), group="inspect", exclusive=True)
+
+    async def _inspect(self, name: str) -> None:
+        self._inspection = None
+        self.setup.choose(data=name)
+        self.setup.say(f"reading {name}")
+        try:
+            config = await self.setup.config()
+            read = await self.client.call(lambda: self.engine.setup.inspect(config, shown=_ROWS_SHOWN))
+            self._inspection = name, read
+        except ENGINE_ERRORS as error:
+            self._inspection = name, str(error)
+        self.setup.say("")
+
+    async def leave(self) -> str | None:
+        why, name = await super().leave(), self.setup.typed
+        if why is None and (self._inspection is None or self._inspection[0] != name):
+            await self._inspect(name)
+            return "these are its first rows: enter goes on with them"
+        return why
+
+    def draw(self, width: int) -> list[Content]:
+        lines = super().draw(width)
+        return lines if self._inspection is None else [*lines, Content(""), *_inspected(self._inspection[1], width)]
+
+
+def _inspected(inspection: DataInspection | str, width: int) -> list[Content]:
+    if isinstance(inspection, str):
+        return [pair("not read", inspection, width, style="$warning")]
+    files = "; ".join(f"{name} {file.examples:,} rows, {file.form}" for name, file in inspection.files.items())
+    how = inspection.conversion.describe() if inspection.conversion is not None else "mlx-lm's own files"
+    lines = [pair("on", f"{inspection.node}, {inspection.source}", width), pair("read as", f"{how}: {files}", width)]
+    for row in inspection.rows:
+        counts = f": {row.tokens:,} tokens, {row.targets:,} trained on" if row.tokens else ""
+        shown = Content.assemble((row.masked, MUTED), (row.trained, "bold" if row.masked else "")).wrap(width)[:5]
+        lines += [Content.styled(f"line {row.line:,}{counts}", MUTED), *shown]
+    return lines + [pair("but", text, width, style="$warning") for text in (*inspection.faults, *inspection.warnings)]
+
+
+class _Method(SetupStep):
+    name, title, keys = "method", "How it is trained, and what fits.", "up/down, left/right batch"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.rows = list(_METHODS)
+        self._fits: dict[str, Capacity] = {}
+
+    def open(self) -> None:
+        choices = self.setup.choices
+        self.cursor = self.rows.index(choices.fine_tune_type or "lora")
+        batch = choices.batch_size or api.usual_batch(len(self.setup.nodes))
+        self.setup.choose(batch_size=batch, iters=choices.iters or 1000)
+        self.moved()
+        self.setup.run_worker(self._fit(), group="fit", exclusive=True)
+
+    async def _fit(self) -> None:
+        self.setup.say("what fits is being planned")
+        try:
+            config = await self.setup.config()
+            self._fits = await self.client.call(lambda: self.engine.setup.capacities(config))
+            self.setup.say("")
+        except ENGINE_ERRORS as error:
+            self.setup.say(f"what fits is not known: {error}")
+        self.moved()
+
+    def moved(self, more: int = 0) -> None:
+        """The batch is at most what fits."""
+        method, ranks = self.rows[self.cursor], len(self.setup.nodes)
+        batch = max(ranks, (self.setup.choices.batch_size or 1) + more * ranks)
+        most = (self._fits[method].amount if method in self._fits else 0) or batch
+        self.setup.choose(fine_tune_type=method, batch_size=min(batch, most * ranks))
+
+    def press(self, key: str) -> bool:
+        if key in ("left", "right"):
+            self.moved(1 if key == "right" else -1)
+            return True
+        return super().press(key)
+
+    async def leave(self) -> str | None:
+        row = self._fits.get(self.rows[self.cursor])
+        return f"not even one sequence fits on {', '.join(row.nodes)}" if row is not None and row.amount == 0 else None
+
+    def draw(self, width: int) -> list[Content]:
+        ranks, batch, lines = max(1, len(self.setup.nodes)), self.setup.choices.batch_size or 0, []
+        for at, (method, about) in enumerate(_METHODS.items()):
+            row, needed = self._fits.get(method), ""
+            if row is not None and row.memory is not None:
+                needed = f": {memory_text(row.memory.needed_bytes)} of {memory_text(row.memory.limit_bytes or 0)}"
+            amount = f"up to {row.amount:,} a rank" if row is not None and row.amount else "does not fit"
+            fits = (row.why_not or amount + needed) if row is not None else ""
+            head = Content.assemble((f"{self.mark(at)}{method:<6}", "bold" if at == self.cursor else ""), fits)
+            lines += [head, pair("", about, width, style=MUTED)]
+        return [*lines, Content(""), pair("batch", f"{batch} over all ranks, {batch / ranks:g} on each", width)]
+
+
+class _File(SetupStep):
+    name, title, keys = "file", "Enter writes this; then everything is checked.", "up/down scroll"
+
+    def press(self, key: str) -> bool:
+        step = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10}.get(key)
+        if step is not None:
+            self.setup.query_one("#setup-body").scroll_relative(y=step, animate=False)
+        return step is not None
+
+    async def leave(self) -> str | None:
+        await asyncio.to_thread(self.engine.setup.write, self.setup.target, self.setup.text())
+        return None
+
+    def draw(self, width: int) -> list[Content]:
+        try:
+            lines = self.setup.text().splitlines()
+        except ENGINE_ERRORS as error:
+            return [pair("not possible", str(error), width, style="$error")]
+        return [Content.styled(line, MUTED if line.startswith("#") else "") for line in lines]
+
+
+_STEPS: Final = (_Nodes, _Pythons, _Model, _Data, _Method, _File)
 
 
 class Setup(ModalScreen[Path]):
@@ -102,24 +459,15 @@ class Setup(ModalScreen[Path]):
         Binding("escape", "back", show=False),
     ]
 
-    def __init__(
-        self,
-        client: SetupClient,
-        target: Path,
-        glyphs: Glyphs,
-        in_terminal: InTerminal,
-        steps: Sequence[Callable[[Setup], SetupStep]],
-    ) -> None:
+    def __init__(self, client: SetupClient, target: Path, glyphs: Glyphs, in_terminal: Callable[..., object]) -> None:
+        """`in_terminal` runs a program there: what it is, where, a notice, and what makes its arguments."""
         super().__init__()
-        self.client = client
-        self.target = target
-        self.glyphs = glyphs
-        self.in_terminal = in_terminal
-        self.choices: SetupChoices = client.engine.setup.read(target)
+        self.client, self.target, self.glyphs, self.in_terminal = client, target, glyphs, in_terminal
+        self.choices = client.engine.setup.read(target)
         self.candidates: dict[str, NodeCandidate] = {}
         """By `[user@]host[:port]`, in the order in which they were found."""
-        self.status = ""
-        self._steps = [make(self) for make in steps]
+        self._status = ""
+        self._steps: list[SetupStep] = [make(self) for make in _STEPS]
         self._at = 0
         self._moving = False
 
@@ -134,9 +482,9 @@ class Setup(ModalScreen[Path]):
 
     def on_mount(self) -> None:
         self.query_one(Input).cursor_blink = False
-        self._open(0)
+        self.go(0)
         if self.choices.step:
-            self.status = "taken up where it was left: enter goes on to what is missing"
+            self.say("taken up where it was left: enter goes on")
 
     @property
     def step(self) -> SetupStep:
@@ -146,11 +494,6 @@ class Setup(ModalScreen[Path]):
     def nodes(self) -> list[NodeCandidate]:
         """In rank order."""
         return [self.candidates[host] for host in self.choices.chosen or () if host in self.candidates]
-
-    @property
-    def has_yaml(self) -> bool:
-        """An mlx-lm YAML beside the file may name model and data."""
-        return api.find_job(self.target.absolute().parent, remote=False).config is not None
 
     def text(self) -> str:
         """That of the file. Raises ENGINE_ERRORS."""
@@ -169,11 +512,11 @@ class Setup(ModalScreen[Path]):
         field = self.query_one(Input)
         field.placeholder, field.value, field.display = placeholder, value, True
         field.focus()
+        # A letter takes the place of what is offered.
+        field.select_all()
 
     def ask_no_more(self) -> None:
-        field = self.query_one(Input)
-        field.display = False
-        field.clear()
+        self.query_one(Input).display = False
         self.set_focus(None)
 
     @property
@@ -181,7 +524,7 @@ class Setup(ModalScreen[Path]):
         return self.query_one(Input).value.strip()
 
     def say(self, text: str) -> None:
-        self.status = text
+        self._status = api.sanitise_text(text)
         self.draw()
 
     def draw(self) -> None:
@@ -192,16 +535,15 @@ class Setup(ModalScreen[Path]):
         # A column is the scroll bar's.
         lines = [Content(self.step.title), Content(""), *self.step.draw(max(40, self.app.size.width - 5))]
         self.query_one("#setup-text", Static).update(Content("\n").join(lines))
-        self.query_one("#setup-status", Static).update(Content.styled(self.status, "$warning"))
+        self.query_one("#setup-status", Static).update(Content.styled(self._status, "$warning"))
         self.query_one("#setup").border_subtitle = f"{self.step.keys}, enter goes on, esc back"
 
-    def on_resize(self, event: Resize) -> None:
+    def on_resize(self) -> None:
         self.draw()
 
     def on_key(self, event: Key) -> None:
         # What a field takes as a letter does not come here.
-        key = event.character if event.is_printable and event.character else event.key
-        if self.step.press(key):
+        if self.step.press(event.character if event.is_printable and event.character else event.key):
             event.stop()
             self.draw()
 
@@ -222,35 +564,36 @@ class Setup(ModalScreen[Path]):
     async def _next(self) -> None:
         try:
             self.say("")
-            why = await self.step.leave()
-            if why is not None:
+            if (why := await self.step.leave()) is not None:
                 self.say(why)
-            elif self._at == len(self._steps) - 1:
+            elif self.step is self._steps[-1]:
                 self.dismiss(self.target)
             else:
-                self._open(self._at + 1)
+                self.go(1)
                 await self._keep()
         except ENGINE_ERRORS as error:
-            self.say(api.sanitise_text(str(error)))
+            self.say(str(error))
         finally:
             self._moving = False
 
     def action_back(self) -> None:
-        """From a field, then from the step, then out."""
-        if self.step.close():
-            self.draw()
-            return
+        """From a field of the nodes, then from the step, then out."""
         if self._at:
             self.workers.cancel_group(self, "step")
-            self.status = ""
-            self._open(self._at - 1)
+            self._status = ""
+            self.go(-1)
+        elif self.query_one(Input).display:
+            self.ask_no_more()
         else:
             self.app.run_worker(self._keep(), group="requests")
             self.dismiss(None)
 
-    def _open(self, at: int) -> None:
+    def go(self, steps: int) -> None:
+        """To the next step that is needed, or back."""
+        self._at += steps
+        while not self.step.needed:
+            self._at += steps
         self.ask_no_more()
-        self._at = at
         self.query_one("#setup-body").scroll_home(animate=False)
         self.step.open()
         self.draw()
@@ -260,4 +603,4 @@ class Setup(ModalScreen[Path]):
         try:
             await asyncio.to_thread(self.client.engine.setup.keep, self.target, self.choices)
         except ENGINE_ERRORS as error:
-            self.status = f"what was chosen cannot be kept: {error}"
+            self.say(f"what was chosen cannot be kept: {error}")

@@ -96,16 +96,19 @@ def test_the_least_room_counts_and_other_models_do_not(engine: Engine, monkeypat
     assert fits() == {"lora": 20, "full": None}
 
 
-def test_data_beside_the_file_is_named_as_the_nodes_have_it(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = tmp_path / "studio"
+def test_data_beside_the_file_is_sent_to_other_machines(engine: Engine, tmp_path: Path) -> None:
+    target = tmp_path / "flightdeck.toml"
     for name in ("chats/train.jsonl", "rows.csv", "notes.pdf"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("")
-    assert engine.setup.data_found(folder / "f.toml", remote=False) == ["chats", "rows.csv"]
-    assert engine.setup.data_found(folder / "f.toml", remote=True) == ["~/studio/chats", "~/studio/rows.csv"]
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert engine.setup.data_found(target) == ["chats", "rows.csv"]
+    here = NodeCandidate(FoundHost("head", "127.0.0.1", ("this machine",)), FoundPython("/p/bin/python"))
+    for data, node, push in (("chats", ULTRA, True), ("chats", here, False), ("~/d", ULTRA, False)):
+        choices = SetupChoices(model="~/m", data=data)
+        config = engine.setup.config(target, engine.setup.text(target, choices, [node]))
+        assert (config.job.data, config.data.push) == (data, push)
+    engine.setup.write(target, engine.setup.text(target, SetupChoices(model="~/m", data="~/d"), [ULTRA]))
+    assert engine.setup.config(target, engine.setup.text(target, SetupChoices(data="rows.csv"), [ULTRA])).data.push
 
 
 def test_a_login_key_is_put_there_in_the_terminal(engine: Engine) -> None:

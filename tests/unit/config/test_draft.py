@@ -101,7 +101,7 @@ def test_names_are_names_and_each_is_there_once(names: list[str]) -> None:
     assert all(map(is_identifier, made))
 
 
-def test_the_job_is_what_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_is_what_lies_there(tmp_path: Path) -> None:
     assert find_job(tmp_path, remote=False) == DraftJob()
     (tmp_path / "other.yaml").write_text("services: {}\nmodel: x\n")
     (tmp_path / "broken.yaml").write_text("a: [")
@@ -109,8 +109,7 @@ def test_the_job_is_what_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert find_job(tmp_path, remote=False) == DraftJob()
     (tmp_path / "data/train.jsonl").write_text("")
     assert find_job(tmp_path, remote=False) == DraftJob(data="data")
-    monkeypatch.setenv("HOME", str(tmp_path.parent))
-    assert find_job(tmp_path, remote=True) == DraftJob(data=f"~/{tmp_path.name}/data")
+    assert find_job(tmp_path, remote=True) == DraftJob(data="data", push=True)
     (tmp_path / "lora.yaml").write_text("model: ~/m\niters: 100\n")
     job = find_job(tmp_path, remote=False)
     assert job == DraftJob(data="data", config="lora.yaml", has_model=True)
