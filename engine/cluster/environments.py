@@ -298,15 +298,15 @@ def plan_environment(
 def _unfit(there: NodePythons, minor: str) -> str:
     """Why no environment can be made, and what to do."""
     newest = max(there.pythons, key=lambda base: _numbers(base.minor), default=None)
+    intel = newest is not None and (newest.system, newest.machine) == ("darwin", "x86_64")
     if newest is None:
         problem = "no python was found there"
     elif newest.fits:
         problem = f"it has no Python {minor}, but {', '.join(dict.fromkeys(base.minor for base in there.pythons))}"
     else:
-        kind = " for Intel" if (newest.system, newest.machine) == ("darwin", "x86_64") else ""
         whose = ", of Xcode" if newest.system == "darwin" and newest.path == "/usr/bin/python3" else ""
-        needs = f"MLX needs {'.'.join(map(str, _OLDEST))} or newer{', for Apple silicon' if kind else ''}"
-        problem = f"its newest Python is {newest.minor}{kind} ({newest.path}{whose}), and {needs}"
+        problem = f"its newest Python is {newest.minor}{' for Intel' * intel} ({newest.path}{whose}), and MLX needs"
+        problem += f" {'.'.join(map(str, _OLDEST))} or newer{', for Apple silicon' * intel}"
     way = "python.org, brew" if newest is None or newest.system == "darwin" else f"with python{minor}-venv"
     uv = f"`uv python install {minor}`" if there.uv else "install uv (https://docs.astral.sh/uv)"
     return f"{problem}: {uv}, or install Python {minor} ({way})"

@@ -78,7 +78,7 @@ async def fetch_wheels(config: Config, plan: EnvironmentPlan, cache: Path, on_li
         await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
     await asyncio.to_thread(make_private, part)
     write_atomic(listed, "\n".join(plan.requirements) + "\n")
-    argv = [*await _pip(cache), "download", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    argv = [*await _pip(), "download", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     argv += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", plan.base.minor]
     argv += [*(f"--platform={platform}" for platform in platforms), "--dest", str(part), "-r", str(listed)]
     if config.environment.requirements is None:
@@ -99,27 +99,19 @@ async def fetch_wheels(config: Config, plan: EnvironmentPlan, cache: Path, on_li
     return part.replace(folder)
 
 
-async def _pip(cache: Path) -> list[str]:
-    """That of this python, or of the one it is made of; else one in an environment of its own."""
-    private = cache / "pip"
-    for python in (sys.executable, f"{sys.base_prefix}/bin/python3", str(private / "bin" / "python")):
+async def _pip() -> list[str]:
+    """That of this python, or of the one that its environment is made of, as uv's have none. Raises LaunchError."""
+    for python in (sys.executable, f"{sys.base_prefix}/bin/python3"):
         argv = [python, "-m", "pip"]
         if Path(python).exists() and (await LocalTransport().run([*argv, "--version"], timeout_s=60)).code == 0:
             return argv
-    done = await LocalTransport().run([sys.executable, "-m", "venv", "--clear", str(private)], timeout_s=300)
-    if done.code != 0:
-        raise LaunchError(
-            "this machine has no pip", where=sys.executable, why=done.exit_output, todo="install pip there"
-        )
-    return argv
+    raise LaunchError("this machine has no pip to load wheels with", where=sys.executable, todo="install pip there")
 
 
 def wheel_platforms(base: BasePython) -> list[str]:
     """The platforms whose wheels run on it, as pip names them, the best first."""
     if base.system == "darwin":
         return [f"macosx_{base.release.partition('.')[0]}_0_{base.machine}"]
-    if base.release == "musl":
-        return [f"musllinux_1_{minor}_{base.machine}" for minor in (2, 1)]
     newest = int(base.release[2:]) if base.release[2:].isdigit() else _OLDEST_GLIBC
     return [f"manylinux_2_{minor}_{base.machine}" for minor in range(newest, _OLDEST_GLIBC - 1, -1)] + [
         f"manylinux2014_{base.machine}"
