@@ -13,16 +13,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from engine.node.standard_data import standard_data
 from engine.protocol.safetensors import check_header
 from engine.protocol.task import Task, TaskKind
 from tests.torch.running import TorchRun, output_of, run_torch, start_torch
-from tests.torch.test_trainings import DDP, FSDP, ZERO, torch_job
+from tests.torch.test_trainings import DDP, FSDP, ZERO, assert_same_losses, torch_job
 from tests.training.tiny import Tiny
 
 pytestmark = [pytest.mark.needs("torch"), pytest.mark.busy]
 
 CLOSE = 1e-5
 PROMPT, TOKENS = "tower to raven", 25
+FEATURES = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
 
 
 def start_task(home: Path, job: dict[str, Any], kind: TaskKind, weights: Path | None, **options: Any) -> TorchRun:
@@ -90,6 +92,30 @@ def test_weights_are_measured_as_their_training_measures_them(tiny: Tiny, tmp_pa
     assert losses(measured)["base"] > tested["test_loss"] + 0.01
     (end,) = measured.events("end")
     assert end["completed"] and {event["split"] for event in measured.events("result")} == {"test"}
+
+
+@pytest.mark.slow
+def test_converted_data_is_gone_on_with_and_measured_as_the_standard_files_are(tiny: Tiny, tmp_path: Path) -> None:
+    """One file of texts in place of a folder, of which the conversion splits off the rest."""
+    rows = (tiny.text / "train.jsonl").read_text().splitlines()
+    source, saved = tmp_path / "set" / "rows.json", {"checkpoint_every": 5}
+    source.parent.mkdir()
+    source.write_text("[" + ",".join(rows) + "]")
+    options = {"valid": 0.2, "test": 0.2}
+    keys: dict[str, Any] = {"fine_tune_type": "lora", "batch_size": 4, "test": True, "test_batches": -1}
+    job = torch_job(tiny, **keys, data=str(source), data_options=options)
+    before = run_torch(tmp_path / "node", job, ranks=2, fields=saved)
+    after = run_torch(tmp_path / "node", job, ranks=2, attempt=2, fields={"resume": True, "needs_state": "it has"})
+    assert after.events("resumed")[0]["update"] == 5
+    assert_same_losses(after.losses(), {step: before.losses()[step] for step in (6, 7, 8)})
+    (tested,) = before.events("test")
+    weights = Path(before.events("checkpoint")[-1]["path"])
+    measured = run_task(tmp_path / "task", job, "evaluate", weights)
+    assert losses(measured)["adapter"] == pytest.approx(tested["test_loss"], abs=CLOSE)
+    folder = standard_data(source, {**FEATURES, "max_seq_length": job["max_seq_length"], "data": options}).folder
+    standard = run_torch(tmp_path / "standard", torch_job(tiny, **keys, data=str(folder)), ranks=2)
+    assert_same_losses(standard.losses(), before.losses())
+    assert standard.events("test")[0]["test_loss"] == pytest.approx(tested["test_loss"], abs=CLOSE)
 
 
 @pytest.mark.slow

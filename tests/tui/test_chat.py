@@ -36,6 +36,7 @@ async def chatting(fake: FakeEngine, *, size: tuple[int, int] = DASHBOARD) -> As
 async def test_two_keys_lead_from_the_end_of_a_run_to_an_answer(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.serving.set()
     async with chatting(fake, size=size) as console:
+        assert "nothing was asked yet: enter asks" in console.screen
         await console.press("enter")
         await console.shows("trained  an answer of trained")
         assert fake.asked == [("trained", ["tower to heron"])]
@@ -113,7 +114,7 @@ async def test_a_server_that_cannot_start_is_one_clear_line_and_the_next_questio
         fake.refusal = None
         await console.press("enter")
         await console.shows("trained  an answer of trained")
-        assert "tries again" not in console.screen
+        assert "enter asks again" not in console.screen
 
 
 async def test_a_server_that_dies_while_it_answers_is_one_line_behind_what_had_come(fake: FakeEngine) -> None:

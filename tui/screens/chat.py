@@ -99,7 +99,7 @@ class Chat(ModalScreen[None]):
         except ENGINE_ERRORS as error:
             if self._answering is None:
                 self._shown.append(_drawn("error", str(error)))
-                self._say_status("a question tries again")
+                self._say_status("enter asks again")
 
     async def _server_ready(self) -> None:
         """Start a server where there is none, and wait for it; again after a failure. Raises ENGINE_ERRORS."""
@@ -144,7 +144,7 @@ class Chat(ModalScreen[None]):
         except ENGINE_ERRORS as error:
             self._starting = None
             self._shown[len(self._shown) - (not answer) :] = [_drawn("error", str(error))]
-            self._say_status("a question tries again")
+            self._say_status("enter asks again")
         if answer and messages:
             messages.append({"role": "assistant", "content": answer})
         else:
@@ -185,7 +185,8 @@ class Chat(ModalScreen[None]):
         self._draw()
 
     def _draw(self) -> None:
-        self.query_one("#chat-text", Static).update(Content("\n").join(self._shown))
+        empty = Content.styled("nothing was asked yet: enter asks the question below, up and down show others", MUTED)
+        self.query_one("#chat-text", Static).update(Content("\n").join(self._shown or [empty]))
         status = f"{self._model} answers" + (f" · {self._status}" if self._status else "")
         self.query_one("#chat-status", Static).update(Content.styled(status, MUTED))
 

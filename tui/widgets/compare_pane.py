@@ -174,7 +174,8 @@ class ComparePane(Pane):
             lines += [Content(f"  {reason}") for reason in speed.reasons]
         rows = comparison_rows(comparison, _CELL)
         if not rows:
-            return [*lines, Content(""), Content.styled("nothing that is recorded differs", MUTED)]
+            same = "settings, data, hardware and results are the same: esc goes back to mark other runs"
+            return [*lines, Content(""), Content.styled(same, MUTED)]
         titles = ("", "only what differs", *comparison.names, "best")
         columns = [
             Column(title, [row[place] for row in rows], 9 if place < 3 else 5, grows=False)
