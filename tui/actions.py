@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from engine import api
 from engine.errors import plural
 from tui.fixes import CableSetup, HostKeyFix, fix_for
 from tui.state import VIEWS, DeckState
+
+if TYPE_CHECKING:
+    from engine.api import QueueItem
 
 Why = Callable[[DeckState], str | None]
 """Returns in a few words why an action cannot be done now; None when it can."""
@@ -144,6 +147,20 @@ def _deletable(state: DeckState) -> str | None:
     return _run_selected(state) or (f"{active} has not ended: ctrl+x aborts it" if active else None)
 
 
+def _item(state: DeckState) -> str | None:
+    return None if state.queued is not None else "the queue is empty"
+
+
+def _of_item(state: DeckState) -> QueueItem:
+    assert state.queued is not None
+    return state.queued
+
+
+def _not_started(state: DeckState) -> str | None:
+    item = _of_item(state)
+    return None if item.state in ("waiting", "held") else f"item {item.id} is {item.state}"
+
+
 def _fix(state: DeckState) -> str | None:
     return fix if isinstance(fix := fix_for(state), str) else None
 
@@ -226,7 +243,10 @@ def shown_key(key: str) -> str:
 
 _ACTING: Final = ("run", "nodes")
 """Groups of which every action changes something, or has nodes work."""
-_WRITING: Final = ("tag_run", "note_run", "delete_run", "export_chart", "save")
+_WRITING: Final = (
+    *("item_up", "item_down", "hold_item", "cancel_item"),
+    *("tag_run", "note_run", "delete_run", "export_chart", "save"),
+)
 """Those of other groups that do."""
 LOG_VIEWS: Final = ("dashboard", "run")
 CHART_VIEWS: Final = (*LOG_VIEWS, "compare")
@@ -235,7 +255,11 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("next_match", ("n",), "next", "Next match of the search", "logs", LOG_VIEWS, why_not=_log,
            when=lambda state: state.searching and state.pane == "logs", palette=False),
     Action("launch", ("n",), "launch", "Launch the plan, after a confirmation", "run",
-           why_not=_first(_loading, _busy, _nothing_to_launch, _NOT_ENDED, _failures)),
+           why_not=_first(_loading, _busy, _nothing_to_launch, _NOT_ENDED, _failures),
+           when=lambda state: state.running is None),
+    Action("enqueue", ("n",), "queue", "Put the plan into the queue while another run goes on, after a confirmation",
+           "run", why_not=_first(_loading, _nothing_to_launch, _failures),
+           when=lambda state: state.running is not None and not (state.searching and state.pane == "logs")),
     Action("abort", ("ctrl+x",), "abort", "Abort the shown run, after a confirmation", "run", dangerous=True,
            why_not=_abort),
     Action("use", ("u",), "use", "Evaluate, fuse, serve, fetch or publish what a run has trained",
@@ -274,6 +298,17 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("view_calibration", ("3",), "calibration", "Calibration and shares, full screen", "views"),
     Action("view_run", ("4",), "run", "The run: loss, ranks and logs, full screen", "views"),
     Action("view_history", ("5",), "history", "Every run; enter describes one", "views"),
+    Action("view_queue", ("6",), "queue", "The queue: what waits, and for what", "views"),
+    Action("open_item", ("enter",), "open", "Show the run of the selected item", "queue", panes=("queue",),
+           why_not=_first(_item, lambda state: None if _of_item(state).run else "it has not started")),
+    Action("item_up", ("K",), "up", "The selected item starts earlier", "queue", panes=("queue",),
+           why_not=_first(_loading, _item, _not_started)),
+    Action("item_down", ("J",), "down", "The selected item starts later", "queue", panes=("queue",),
+           why_not=_first(_loading, _item, _not_started)),
+    Action("hold_item", ("H",), "hold", "Hold the selected item, or release it", "queue", panes=("queue",),
+           why_not=_first(_loading, _item, _not_started)),
+    Action("cancel_item", ("ctrl+k",), "cancel", "Take the selected item out of the queue, after a confirmation",
+           "queue", panes=("queue",), dangerous=True, why_not=_first(_loading, _item, _not_started)),
     Action("configuration", ("E",), "values", "Each value of the configuration, and where it was set", "display",
            why_not=_first(_loading, _edit)),
     Action("compare", ("enter",), "compare", "Compare the marked runs: curves, what differs, and why", "history",
@@ -310,7 +345,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("bottom", ("G", "end"), "bottom", "To the bottom", "move", palette=False),
     Action("enter", ("enter",), "open",
            "Open what is selected; on a failed run, jump to the line that proves it", "move", palette=False,
-           when=lambda state: state.pane != "history"),
+           when=lambda state: state.pane not in ("history", "queue")),
     Action("back", ("escape",), "back", "One step back; never quits", "move", palette=False),
     Action("search", ("slash",), "search", "Search the log", "logs", LOG_VIEWS, why_not=_log),
     Action("previous_match", ("N",), "previous", "Previous match of the search (n: next)", "logs", LOG_VIEWS,
@@ -369,6 +404,7 @@ GROUPS: Final = {
     "nodes": "Nodes",
     "views": "Views",
     "history": "History",
+    "queue": "Queue",
     "move": "Move",
     "logs": "Logs",
     "chart": "Chart",
@@ -377,12 +413,13 @@ GROUPS: Final = {
 }
 
 _BAR: Final[dict[str, tuple[str, ...]]] = {
-    "dashboard": ("demo", "setup", "launch", "abort", "recheck", "help", "palette", "quit"),
+    "dashboard": ("demo", "setup", "launch", "enqueue", "abort", "recheck", "help", "palette", "quit"),
     "nodes": ("recheck", "fix", "shell", "copy", "back", "launch", "help", "quit"),
     "preflight": ("recheck", "fix", "skip", "copy", "back", "launch", "help", "quit"),
     "calibration": ("calibrate", "calibrate_quick", "scaling", "copy", "back", "launch", "help", "quit"),
     "run": ("abort", "search", "follow", "next_metric", "back", "help", "quit"),
     "history": ("compare", "describe", "open", "mark", "filter_runs", "use", "again", "back", "help", "quit"),
+    "queue": ("open_item", "item_up", "item_down", "hold_item", "cancel_item", "enqueue", "back", "help", "quit"),
     "compare": ("next_metric", "chart_average", "pin_run", "copy", "back", "help", "quit"),
 }
 _PLAN_BAR: Final = ("launch", "recheck", "maximise", "copy", "back", "help", "quit")

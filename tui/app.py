@@ -52,7 +52,17 @@ from tui.fixes import CableSetup, CheckFix, FixCommand, HostKeyFix, fix_for
 from tui.formatting import shortened, size, terminal_notification
 from tui.gc_pauses import GcScheduler
 from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
-from tui.poller import POLL_S, ConfigEdited, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
+from tui.poller import (
+    POLL_S,
+    ConfigEdited,
+    EngineFailed,
+    EngineReady,
+    QueueRead,
+    RunPoller,
+    RunsRead,
+    SnapshotTaken,
+    Trouble,
+)
 from tui.screens.chat import Chat
 from tui.screens.configuration import Configuration, Row, editor_at, fault_rows, value_rows
 from tui.screens.deck import DeckScreen
@@ -64,6 +74,7 @@ from tui.screens.dialog import (
     confirm_incomplete,
     confirm_launch,
     confirm_programs,
+    confirm_queue,
     text_width,
 )
 from tui.screens.fix import ChangedKey, FixDialog, SkipCheck, UnknownKey, confirm_fix, confirm_setup
@@ -394,6 +405,10 @@ class FlightDeckApp(App[None]):
             self._first_shown = True
             self._show_first(message)
 
+    def on_queue_read(self, message: QueueRead) -> None:
+        if not self.state.frozen:
+            self.store.change(queue=message.queue)
+
     def _show_first(self, message: RunsRead) -> None:
         """Show the newest active run, else how the last one of this night or day has ended, else the plan; without a
         configuration the history, or where there is none the welcome."""
@@ -532,6 +547,45 @@ class FlightDeckApp(App[None]):
                 self._ask_settings(config)
 
         self.push_screen(confirm_launch(self.state, text_width(self.size.width)), answered)
+
+    def do_enqueue(self) -> None:
+        config = self.state.config
+        assert config is not None
+
+        def answered(go: bool | None) -> None:
+            if go:
+                self._request(self.client.enqueue(config))
+
+        self.push_screen(confirm_queue(self.state, text_width(self.size.width)), answered)
+
+    def do_item_up(self) -> None:
+        self._move_item(-1)
+
+    def do_item_down(self) -> None:
+        self._move_item(1)
+
+    def _move_item(self, by: int) -> None:
+        item, queue = self.state.queued, self.state.queue
+        assert item is not None and queue is not None
+        movable = [one.id for one in queue.items if one.state in ("waiting", "held")]
+        self._request(self.client.change_queue("move", item.id, max(1, movable.index(item.id) + 1 + by)))
+
+    def do_hold_item(self) -> None:
+        item = self.state.queued
+        assert item is not None
+        self._request(self.client.change_queue("release" if item.state == "held" else "hold", item.id))
+
+    def do_cancel_item(self) -> None:
+        item = self.state.queued
+        assert item is not None
+
+        def answered(go: bool | None) -> None:
+            if go:
+                self._request(self.client.change_queue("cancel", item.id))
+
+        lines = [pair("effect", "it leaves the queue; its configuration's file stays", text_width(self.size.width))]
+        title = f"cancel item {item.id} ({item.name})?"
+        self.push_screen(Confirm(title, lines, "Cancel it", dangerous=True), answered)
 
     def _launch(self, config: Config, changes: Mapping[str, Any] | None = None) -> None:
         self._first_config = None

@@ -474,6 +474,20 @@ class EngineClient:
             for answer in await self._loop.call(lambda: asyncio.to_thread(self.engine.checks.notifications, config)):
                 self._notify(f"{answer.channel}: {answer.answer}", "information" if answer.sent else "error")
 
+    async def enqueue(self, config: Config) -> None:
+        """Put the configuration at the end of the queue."""
+        with self._request("queue"):
+            add, skips = self.engine.queue.add, self._store.state.skips
+            (item,) = await asyncio.to_thread(lambda: add([config], skip=skips))
+            self._store.change(skips={}, queue=await asyncio.to_thread(self.engine.queue.snapshot))
+            self._notify(f"queued as item {item.id}: 6 shows the queue")
+
+    async def change_queue(self, change: str, *arguments: int) -> None:
+        """`change`: "move" an item to a place, "hold", "release" or "cancel" one."""
+        with self._request("queue"):
+            await asyncio.to_thread(getattr(self.engine.queue, change), *arguments)
+            self._store.change(queue=await asyncio.to_thread(self.engine.queue.snapshot))
+
     async def abort(self, run: str, *, now: bool) -> None:
         """Request the stop and follow it until it is proved; its progress is in the run's snapshots."""
         with self._request("abort"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from engine.errors import memory_text, plural
 
 if TYPE_CHECKING:
-    from engine.api import Comparison, Difference
+    from engine.api import Comparison, Difference, QueueItem, QueueSnapshot
     from engine.snapshots import (
         AttemptStatus,
         CopyProgress,
@@ -367,3 +367,16 @@ def _place(attempt: AttemptStatus) -> str:
     if attempt.rank is None:
         return f" on {attempt.host}" if attempt.host else ""
     return f" of rank {attempt.rank}" + (f" on {attempt.host}" if attempt.host else "")
+
+
+def item_state(item: QueueItem) -> str:
+    """That of its run once this has ended."""
+    return item.outcome.value if item.outcome is not None else item.state
+
+
+def item_why(item: QueueItem, queue: QueueSnapshot) -> str:
+    """The reason why an item of the queue waits, else its run, and why that ended."""
+    if waits := queue.waits.get(item.id):
+        return waits if waits.startswith("not before") else f"waits for {waits}"
+    ended = f" ({reason_text(item.reason)})" if item.reason not in (None, "completed") else ""
+    return f"{item.why or item.run or ''}{ended}"

@@ -21,7 +21,7 @@ from engine.api import ExitCode
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.api import Config, Engine, Prediction, RunWatch, Scaling
+    from engine.api import Config, Engine, Prediction, QueueSnapshot, RunWatch, Scaling
     from engine.models import NodeFacts, RunRecord
     from engine.snapshots import RunSnapshot
 
@@ -79,6 +79,13 @@ class RunsRead(_Newest):
 
 
 @dataclass
+class QueueRead(_Newest):
+    """The queue as it is now."""
+
+    queue: QueueSnapshot
+
+
+@dataclass
 class Trouble(Message):
     """Something cannot be read; posted once until the text changes."""
 
@@ -122,6 +129,7 @@ class RunPoller:
         self._paused = False
         self._reported: str | None = None
         self._config_seen: tuple[int, int] | None = None
+        self._queue: QueueSnapshot | None = None
         self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
 
     def start(self) -> None:
@@ -196,6 +204,7 @@ class RunPoller:
                         threading.Thread(target=self._adopt, args=(engine,), name="adopt", daemon=True).start()
                     runs, runs_due = read, monotonic() + RUNS_S
                     self._read_edited(engine)
+                    self._read_queue(engine)
                 self._reported = None
             except Exception as trouble:  # a reader must outlive any one unreadable file
                 self._report(_error_text(trouble))
@@ -238,6 +247,12 @@ class RunPoller:
             self._post(ConfigEdited(self._ready(engine, engine.load_config(self._config, self.overrides))))
         except Exception as trouble:  # what was read before stays
             self._post(ConfigEdited(None, _with_lines(trouble)))
+
+    def _read_queue(self, engine: Engine) -> None:
+        """Nothing is loaded for one that was never used."""
+        if (engine.home / "queue").is_dir() and (queue := engine.queue.snapshot()) != self._queue:
+            self._queue = queue
+            self._post(QueueRead(queue))
 
     def _ready(self, engine: Engine, config: Config | None) -> EngineReady:
         ready = EngineReady(engine, config)

@@ -17,11 +17,20 @@ from tui.formatting import ago
 from tui.glyphs import Glyphs
 
 if TYPE_CHECKING:
-    from engine.api import CalibrationProgress, Config, NetworkPlan, Prediction, Scaling, TrainingPlan
+    from engine.api import (
+        CalibrationProgress,
+        Config,
+        NetworkPlan,
+        Prediction,
+        QueueItem,
+        QueueSnapshot,
+        Scaling,
+        TrainingPlan,
+    )
     from engine.models import CheckResult, NodeFacts, NodeTelemetry, RunRecord, Topology
     from engine.snapshots import Diagnosis, RunSnapshot
 
-NUMBERED: Final = ("nodes", "preflight", "calibration", "run", "history")
+NUMBERED: Final = ("nodes", "preflight", "calibration", "run", "history", "queue")
 """The full views, in the order of their number keys."""
 VIEWS: Final = ("dashboard", *NUMBERED, "compare")
 
@@ -90,6 +99,10 @@ class DeckState:
     """The preflight check under the cursor."""
     run: str | None = None
     """The run under the cursor of the history."""
+    queue: QueueSnapshot | None = None
+    """None where nothing was ever queued."""
+    item: str | None = None
+    """The queue's item under the cursor."""
     marked: tuple[str, ...] = ()
     """Runs of the history that are to be compared or deleted together, in the order of their marks."""
     checks: tuple[CheckResult, ...] = ()
@@ -148,6 +161,12 @@ class DeckState:
         if self.snapshot is not None and self.active:
             return self.snapshot.record
         return next((run for run in self.listed.active if not self._shown(run)), None)
+
+    @property
+    def queued(self) -> QueueItem | None:
+        """The selected item of the queue."""
+        items = self.queue.items if self.queue is not None else ()
+        return next((item for item in items if str(item.id) == self.item), None)
 
     @property
     def used_run(self) -> str | None:

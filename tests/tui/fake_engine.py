@@ -9,10 +9,14 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from engine.api import ChatExchange, ChatServer, Engine, PublicationRequest, TaskRequest
+from engine.api.queue import QueueApi
+from engine.api.runs import RunsApi
+from engine.api.session import Session
 from engine.api.setup import NodeCandidate, SetupApi
 from engine.checks.fixes import ENDS
 from engine.checks.inspection import DataInspection
@@ -651,6 +655,14 @@ class FakeEngine:
     @property
     def engine(self) -> Engine:
         return cast("Engine", self)
+
+    @cached_property
+    def queue(self) -> QueueApi:
+        """The engine's own, on this home; nothing of it starts."""
+        return QueueApi(cast(Session, self), cast(RunsApi, self))
+
+    def directory(self, run: str) -> RunDir:
+        return RunDir(self.home / "runs" / run)
 
     @property
     def part(self) -> FakeEngine:

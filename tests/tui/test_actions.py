@@ -34,7 +34,7 @@ def test_every_key_is_bound_on_the_deck() -> None:
 
 
 def test_nothing_destructive_is_on_a_bare_letter() -> None:
-    assert [action.id for action in ACTIONS if action.dangerous] == ["abort", "delete_run"]
+    assert [action.id for action in ACTIONS if action.dangerous] == ["abort", "cancel_item", "delete_run"]
     assert all(len(key) > 1 and "+" in key for action in ACTIONS if action.dangerous for key in action.keys)
 
 

@@ -53,15 +53,6 @@ async def test_a_refused_launch_says_why_where_the_plan_is(fake: FakeEngine) -> 
         await console.shows("no space left on device")
 
 
-async def test_launch_is_disabled_while_a_run_goes_on_and_says_why(fake: FakeEngine) -> None:
-    fake.add(fake_engine.running())
-    async with opened(fake) as console:
-        await console.shows("running 0:46")
-        await console.press("n")
-        assert console.notifications == ["launch: 20260314-140126-demo-3f9a has not ended: ctrl+x aborts it"]
-        assert console.on_deck
-
-
 async def test_launch_is_disabled_by_a_failed_preflight_and_says_why(fake: FakeEngine) -> None:
     fake.check_results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
     async with opened(fake) as console:
@@ -276,7 +267,8 @@ async def test_escape_goes_one_step_back_and_never_quits(fake: FakeEngine) -> No
 
 async def test_number_keys_open_the_views_and_close_them(fake: FakeEngine) -> None:
     async with opened(fake) as console:
-        for key, view in zip("12345", ("nodes", "preflight", "calibration", "run", "history"), strict=True):
+        views = ("nodes", "preflight", "calibration", "run", "history", "queue")
+        for key, view in zip("123456", views, strict=True):
             await console.press(key)
             assert console.app.state.view == view
             await console.press(key)
@@ -289,10 +281,10 @@ async def test_at_80x24_the_panes_are_tabs_and_tab_walks_them(fake: FakeEngine) 
         await console.shows("4 run · 20260314-140126-demo-3f9a")
         assert "1 nodes  " in console.screen and "5 history" in console.screen
         seen = []
-        for _ in range(6):
+        for _ in range(7):
             await console.press("tab")
             seen.append((console.app.state.view, console.app.state.pane))
-        assert [pane for _, pane in seen] == ["logs", "history", "nodes", "preflight", "calibration", "run"]
+        assert [pane for _, pane in seen] == ["logs", "history", "queue", "nodes", "preflight", "calibration", "run"]
 
 
 async def test_tab_walks_the_panes_of_the_dashboard(fake: FakeEngine) -> None:
@@ -505,7 +497,7 @@ async def test_search_goes_to_the_match_and_n_goes_on_and_escape_ends_it(fake: F
         await console.press("escape")
         await console.until(lambda: not console.app.state.searching)
         await console.press("n")
-        assert console.notifications[-1].startswith("launch: ")
+        await console.shows("put demo into the queue?")
 
 
 async def test_keys_typed_into_the_search_are_text_and_escape_leaves_it(fake: FakeEngine) -> None:

@@ -41,6 +41,7 @@ from tui.state import VIEWS, DeckState
 from tui.widgets import checks_pane, node_detail, run_summary
 
 ACTING = {
+    *("enqueue", "item_up", "item_down", "hold_item", "cancel_item"),
     *("launch", "abort", "use", "again", "edit", "recheck", "demo", "chat", "calibrate", "calibrate_quick", "scaling"),
     *("fix", "skip", "shell", "tag_run", "note_run", "delete_run", "export_chart", "save"),
     *("setup", "notify_test", "switch"),
@@ -85,7 +86,7 @@ async def test_a_key_that_would_change_something_says_why_it_does_not(fake: Fake
         assert "read-only" in console.screen and "ctrl+x" not in console.screen
         await console.press("n", "ctrl+x", "e", "5", "j", "T", "ctrl+k", "u", "R")
         refused = [text.removesuffix(": this console only reads") for text in console.notifications]
-        assert refused == ["launch", "abort", "edit", "tag", "delete", "use", "again"] and console.on_deck
+        assert refused == ["queue", "abort", "edit", "tag", "delete", "use", "again"] and console.on_deck
         assert all(action.id not in ACTING for action in ACTIONS if action.help in palette(console))
         help_text = "\n".join(line.plain for line in lines(console.app.state, 200))
         assert all((action.help in help_text) is (action.id not in ACTING) for action in ACTIONS)
@@ -135,7 +136,7 @@ async def test_of_the_engine_only_what_reads_is_left(home: Path) -> None:
         assert callable(operator.attrgetter(name)(engine))
     for name in names - LEFT:
         with pytest.raises(InputError, match=f"{name}: this console only reads"):
-            operator.attrgetter(name)(engine)()
+            operator.attrgetter(name)(engine)(*[fake_engine.configuration()] * (name == "test_notifications"))
     with mock.patch.object(acting.fleet, "close") as closed:
         await engine.close()
     closed.assert_awaited_once()

@@ -7,7 +7,7 @@ import argparse
 from engine.api import Engine, ExitCode, QueueItem, QueueSnapshot
 from engine.errors import InputError, duration_text, plural
 from tui.commands.terminal import Lines, print_json
-from tui.formatting import NOT_MEASURED, reason_text, table
+from tui.formatting import NOT_MEASURED, item_state, item_why, table
 
 
 def queue(options: argparse.Namespace, engine: Engine) -> int:
@@ -46,14 +46,6 @@ def _list(options: argparse.Namespace, engine: Engine) -> int:
     return ExitCode.OK
 
 
-def item_state(item: QueueItem) -> str:
-    return item.outcome.value if item.outcome is not None else item.state
-
-
 def _row(item: QueueItem, snapshot: QueueSnapshot) -> list[str]:
-    waits = snapshot.waits.get(item.id, "")
-    why = f"waits for {waits}" if waits else item.why or item.run or ""
-    if item.reason is not None and item.reason.value != "completed":
-        why = f"{why} ({reason_text(item.reason)})"
     budget = duration_text(item.budget_s) if item.budget_s else NOT_MEASURED
-    return [str(item.id), item.name, ", ".join(item.hosts), item_state(item), budget, why]
+    return [str(item.id), item.name, ", ".join(item.hosts), item_state(item), budget, item_why(item, snapshot)]

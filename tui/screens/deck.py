@@ -27,6 +27,7 @@ from tui.widgets.history_pane import HistoryPane
 from tui.widgets.logs_pane import LogsPane
 from tui.widgets.nodes_pane import NodesPane
 from tui.widgets.pane import Pane, RowList
+from tui.widgets.queue_pane import QueuePane
 from tui.widgets.run_pane import RunPane
 from tui.widgets.shares_pane import SharesPane
 
@@ -35,7 +36,7 @@ NARROW: Final = (100, 30)
 
 LEFT: Final = ("nodes", "preflight", "calibration", "history")
 RIGHT: Final = ("run", "logs")
-_ORDER: Final = ("nodes", "preflight", "calibration", "history", "compare", "run", "logs")
+_ORDER: Final = ("nodes", "preflight", "calibration", "history", "queue", "compare", "run", "logs")
 _TABS: Final = (
     ("nodes", "nodes"),
     ("preflight", "preflight"),
@@ -43,12 +44,15 @@ _TABS: Final = (
     ("run", "run"),
     ("run", "logs"),
     ("history", "history"),
+    ("queue", "queue"),
 )
 
 MOVES: Final = frozenset({"down", "up", "left", "right", "page_down", "page_up", "top", "bottom"})
 """Actions that a pane does by itself."""
 _WAITING: Final = MOVES | {"mark"}
 _PROMPTS: Final = ("slash", "ampersand", "T", "N")
+_UNDER_CURSOR: Final = {"nodes": "node", "preflight": "check", "history": "run", "queue": "item"}
+"""Pane → the part of the state that its cursor is in."""
 _AT_ONCE: Final = ("ctrl+x", "tab", "shift+tab", *_PROMPTS)
 """Keys taken before what has the focus sees them. Those that open a prompt are among them so that what is typed right
 behind them is text: as ordinary keys they wait in a queue, and the "n" of a fast "/train" would launch."""
@@ -107,6 +111,7 @@ class DeckScreen(Screen[None]):
                 yield ChecksPane()
                 yield SharesPane()
                 yield HistoryPane()
+                yield QueuePane()
                 yield ComparePane()
             with Vertical(id="right"):
                 yield RunPane()
@@ -211,14 +216,14 @@ class DeckScreen(Screen[None]):
         """Put what is under the cursors now into the state, and whether a search is on: a key right behind a movement
         or a search must mean what is on the screen."""
         node, check = (self.pane(name).query_one(RowList).selected for name in ("nodes", "preflight"))
-        run = self.query_one(HistoryPane).selected
+        run, item = self.query_one(HistoryPane).selected, self.query_one(QueuePane).selected
         searching = self.logs.view.state.search is not None
         seen = self.state
-        if (node, check, run, searching) != (seen.node, seen.check, seen.run, seen.searching):
-            self._store.change(node=node, check=check, run=run, searching=searching)
+        if (node, check, run, item, searching) != (seen.node, seen.check, seen.run, seen.item, seen.searching):
+            self._store.change(node=node, check=check, run=run, item=item, searching=searching)
 
     def on_pane_selected(self, event: Pane.Selected) -> None:
-        self._store.change(**{{"nodes": "node", "preflight": "check", "history": "run"}[event.pane]: event.row})
+        self._store.change(**{_UNDER_CURSOR[event.pane]: event.row})
 
     def on_logs_pane_search_changed(self, event: LogsPane.SearchChanged) -> None:
         self._store.change(searching=event.searching)
@@ -376,6 +381,10 @@ class DeckScreen(Screen[None]):
     def do_open(self) -> None:
         if self.state.run is not None:
             self._actions.open_run(self.state.run, back_to=self.state.view if self.state.view == "history" else None)
+
+    def do_open_item(self) -> None:
+        if (item := self.state.queued) is not None and item.run is not None:
+            self._actions.open_run(item.run, back_to="queue")
 
     def do_mark(self) -> None:
         run, marked = self.state.run, self.state.marked

@@ -126,6 +126,21 @@ class ConfirmLaunch(Dialog[str]):
             self.dismiss("settings")
 
 
+def confirm_queue(state: DeckState, width: int) -> Confirm:
+    """The job, its nodes, and what is before it."""
+    config, running = state.config, state.running
+    assert config is not None
+    before = sum(item.open for item in state.queue.items) if state.queue is not None else 0
+    going_on = f"{running.id} goes on" if running is not None else "nothing goes on"
+    waits = f"; {plural(before, 'item')} before it" if before else ""
+    lines = [
+        *(pair(label, text, width) for label, text in job_rows(config, state)),
+        pair("hosts", hosts(config), width),
+        pair("starts", f"when they are free: {going_on}{waits}", width),
+    ]
+    return Confirm(f"put {config.job.name} into the queue?", lines, "Queue")
+
+
 def confirm_launch(state: DeckState, width: int) -> ConfirmLaunch:
     """The job, its nodes, what was changed, and what happens first."""
     assert state.config is not None
