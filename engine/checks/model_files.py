@@ -54,7 +54,7 @@ async def run(context: CheckContext) -> CheckResult:
                 node, f"{folders[node.name]} is quantized by MLX, which PyTorch cannot read: {_SET_UNQUANTIZED}"
             )
         if files.faults:
-            brought = push is not None and takes(context.config, "model", node)
+            brought = context.config.job.model if push is not None and takes(context.config, "model", node) else None
             findings.fault(node, *_fault(node, folders[node.name], files, copied=bool(complete), brought=brought))
     if not complete:
         return findings.verdict(
@@ -85,10 +85,13 @@ async def run(context: CheckContext) -> CheckResult:
     return findings.verdict(complete[first.name].describe(), fix=fix)
 
 
-def _fault(node: NodeConfig, folder: str, files: ModelFiles, *, copied: bool, brought: bool) -> tuple[str, Fix | None]:
-    """`copied`: some node has the model, of which the others get a copy. `brought`: a launch copies it there."""
-    if brought:
-        return f"{node.name} has no whole copy of the model: a launch brings it there", None
+def _fault(
+    node: NodeConfig, folder: str, files: ModelFiles, *, copied: bool, brought: str | None
+) -> tuple[str, Fix | None]:
+    """`copied`: some node has the model, of which the others get a copy. `brought`: its name where a launch copies it
+    there."""
+    if brought is not None:
+        return f"{node.name} has no whole copy of {brought}: a launch brings it there", None
     message = f"{folder}: {files.describe()}"
     if not files.repository or copied:
         return message, None
