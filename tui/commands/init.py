@@ -196,24 +196,12 @@ async def _ask(
 
 
 def _print_document(target: Path, text: str, nodes: Sequence[DraftNode], pythons: Sequence[FoundPython]) -> None:
-    print_json(
-        {
-            "file": str(target),
-            "text": text,
-            "nodes": [
-                {
-                    "name": node.name,
-                    "ssh": node.ssh,
-                    "python": probe.python,
-                    "about": probe.about,
-                    "problem": probe.problem or None,
-                    "todo": probe.todo or None,
-                    "host_key": probe.host_key,
-                }
-                for node, probe in zip(nodes, pythons, strict=True)
-            ],
-        }
-    )
+    documents = [
+        {"name": node.name, "ssh": node.ssh, "python": probe.python, "about": probe.about, "host_key": probe.host_key,
+         "problem": probe.problem or None, "todo": probe.todo or None}
+        for node, probe in zip(nodes, pythons, strict=True)
+    ]  # fmt: skip
+    print_json({"file": str(target), "text": text, "nodes": documents})
 
 
 def _say_next(

@@ -4,11 +4,12 @@ size, and the file. What was chosen is kept at each step, so that it can be left
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -29,7 +30,6 @@ from tui.widgets.text import pair
 if TYPE_CHECKING:
     from engine.api import Capacity, Config, DataInspection, Engine, EnvironmentPlan, NodeCandidate
 
-Answer = TypeVar("Answer")
 _NAME: Final = 14
 _ROWS_SHOWN: Final = 3
 _METHODS: Final = {
@@ -37,17 +37,6 @@ _METHODS: Final = {
     "dora": "as lora, with a magnitude of its own: slower, often a little better",
     "full": "every weight: the most memory, the most that can be learned",
 }
-
-
-class SetupClient(Protocol):
-    """The engine, and its work in its own thread."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    async def call(self, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer: ...
-
-    def each(self, make: Callable[[], AsyncIterator[Answer]]) -> AsyncGenerator[Answer, None]: ...
 
 
 class SetupStep:
@@ -59,7 +48,7 @@ class SetupStep:
     needed = True
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.client, self.engine = setup, setup.client, setup.client.engine
+        self.setup, self.client, self.engine = setup, setup.client, setup.engine
         self.rows: list[str] = []
         """Those that the cursor goes through."""
         self.cursor = 0
@@ -80,9 +69,6 @@ class SetupStep:
 
     def moved(self) -> None:
         """The cursor is on another row."""
-
-    def changed(self, text: str) -> None:
-        """Something else is in the field."""
 
     def take(self, text: str) -> bool:
         """Take what was typed; False goes on to the next step."""
@@ -106,23 +92,19 @@ class _Nodes(SetupStep):
 
     def open(self) -> None:
         if not self.rows:
-            self.setup.run_worker(self._search(self.setup.choices.typed), group="search")
+            self.setup.work(partial(self._search, self.setup.choices.typed), "search")
 
     async def _search(self, typed: Sequence[str], *, others: bool = True) -> None:
         """Each answer is shown as it comes."""
-        setup, self._searching = self.setup, True
-        try:
-            search = self.client.each(lambda: self.engine.setup.candidates(typed, others=others))
-            async with aclosing(search) as candidates:
-                async for candidate in candidates:
-                    setup.candidates[candidate.host.ssh] = candidate
-                    self.rows = list(setup.candidates)
-                    usual = tuple(host for host, one in setup.candidates.items() if one.usual)
-                    setup.choose(**{} if self._touched else {"chosen": usual})
-        except ENGINE_ERRORS as error:
-            setup.say(str(error))
-        self._searching = False
-        setup.draw()
+        setup, self._searching = self.setup, others
+        search = self.client.each(lambda: self.engine.setup.candidates(typed, others=others))
+        async with aclosing(search) as candidates:
+            async for candidate in candidates:
+                setup.candidates[candidate.host.ssh] = candidate
+                self.rows = list(setup.candidates)
+                usual = tuple(host for host, one in setup.candidates.items() if one.usual)
+                setup.choose(**{} if self._touched else {"chosen": usual})
+        self._searching = self._searching and not others
 
     def _lacking(self, what: str) -> list[NodeCandidate]:
         return [node for node in self.setup.nodes if node.answer is not None and getattr(node.answer, what)]
@@ -139,7 +121,7 @@ class _Nodes(SetupStep):
             at = chosen.index(host)
             chosen.insert(max(0, at + (1 if key == "J" else -1)), chosen.pop(at))
         elif key in ("y", "c") and (lacking := self._lacking("host_key" if key == "y" else "login")):
-            self.setup.run_worker(self._let_in(lacking), group="keys", exclusive=True)
+            self.setup.work(partial(self._let_in, lacking), "keys")
             return True
         elif key == "t":
             self.setup.ask("[user@]host[:port]")
@@ -153,17 +135,13 @@ class _Nodes(SetupStep):
     async def _let_in(self, nodes: Sequence[NodeCandidate]) -> None:
         """Accept their keys, or put ours there; then ask them anew, and go on once nothing is in the way."""
         self._touched = True
-        try:
-            for node in nodes:
-                if node.answer is not None and node.answer.host_key is not None:
-                    await self.client.call(partial(self.engine.nodes.accept_host_key, node.answer.host_key))
-                else:
-                    notice = f"putting a login key of this machine on {node.host.name}, which asks for your password"
-                    program = partial(self.engine.setup.copy_id_argv, node.host.ssh)
-                    self.setup.in_terminal("ssh-copy-id", node.host.name, notice, program)
-        except ENGINE_ERRORS as error:
-            self.setup.say(str(error))
-            return
+        for node in nodes:
+            if node.answer is not None and node.answer.host_key is not None:
+                await self.client.call(partial(self.engine.nodes.accept_host_key, node.answer.host_key))
+            else:
+                notice = f"putting a login key of this machine on {node.host.name}, which asks for your password"
+                program = partial(self.engine.setup.copy_id_argv, node.host.ssh)
+                self.setup.in_terminal("ssh-copy-id", node.host.name, notice, program)
         await self._search([node.host.ssh for node in nodes], others=False)
         if not self._lacking("host_key") and not self._lacking("login"):
             self.setup.action_next()
@@ -174,7 +152,7 @@ class _Nodes(SetupStep):
             self._touched, choices = True, self.setup.choices
             chosen, typed = (tuple(dict.fromkeys([*hosts, text])) for hosts in (choices.chosen or (), choices.typed))
             self.setup.choose(chosen=chosen, typed=typed)
-            self.setup.run_worker(self._search([text], others=False), group="typed")
+            self.setup.work(partial(self._search, [text], others=False), f"typed {text}")
         return True
 
     async def leave(self) -> str | None:
@@ -208,13 +186,10 @@ class _Nodes(SetupStep):
 def _details(candidate: NodeCandidate, width: int) -> list[Content]:
     host, answer = candidate.host, candidate.answer
     rows = {host.name[:13]: ", ".join(filter(None, (host.ssh, host.about, " and ".join(host.sources))))}
-    if answer is not None and answer.python is not None:
-        rows["python"] = answer.python
-    elif answer is not None:
-        key = answer.host_key
-        todo = answer.todo if key is None else f"typed on it, this prints the same: {compare_command(key.key)}"
-        rows |= {"problem": answer.problem, "what to do": todo}
-    return [pair(label, text, width) for label, text in rows.items()]
+    if answer is not None:
+        key = f"typed on it, this prints the same: {compare_command(answer.host_key.key)}" if answer.host_key else ""
+        rows |= {"python": answer.python or "", "problem": answer.problem, "what to do": key or answer.todo}
+    return [pair(label, text, width) for label, text in rows.items() if text]
 
 
 class _Pythons(SetupStep):
@@ -232,18 +207,14 @@ class _Pythons(SetupStep):
 
     def open(self) -> None:
         self._plans, self._texts = [], {"": "asking the nodes what they have to make one with"}
-        self.setup.run_worker(self._plan(), group="python", exclusive=True)
+        self.setup.work(self._plan, "python")
 
     async def _plan(self) -> None:
-        try:
-            config = await self.setup.config()
-            nodes = zip(config.nodes, self.setup.nodes, strict=True)
-            names = [node.name for node, one in nodes if one.answer is not None and one.answer.lacks_mlx]
-            self._plans = await self.client.call(lambda: self.engine.environments.plan(config, names))
-            self._texts = {plan.node: plan.describe() for plan in self._plans}
-        except ENGINE_ERRORS as error:
-            self._texts = {"": str(error)}
-        self.setup.draw()
+        config = await self.setup.config()
+        nodes = zip(config.nodes, self.setup.nodes, strict=True)
+        names = [node.name for node, one in nodes if one.answer is not None and one.answer.lacks_mlx]
+        self._plans = await self.client.call(lambda: self.engine.environments.plan(config, names))
+        self._texts = {plan.node: plan.describe() for plan in self._plans}
 
     def press(self, key: str) -> bool:
         if key == "s":
@@ -279,23 +250,20 @@ class _Named(SetupStep):
         """Name → where it is, and how large."""
 
     def open(self) -> None:
-        self.rows = list(self.abouts)
-        self.setup.ask(self.placeholder, getattr(self.setup.choices, self.name) or next(iter(self.rows), ""))
-        self.setup.run_worker(self._list(), group="copies", exclusive=True)
+        self.setup.ask(self.placeholder, getattr(self.setup.choices, self.name) or "")
+        self._offer()
+        self.setup.work(self._list, "copies")
 
     async def _list(self) -> None:
         """Add what the nodes have."""
-        try:
-            config = await self.setup.config()
-            copies = await self.client.call(lambda: self.engine.setup.copies(config, dataset=self.name == "data"))
-        except ENGINE_ERRORS as error:
-            self.setup.say(str(error))
-            return
-        self.abouts |= copies
+        config = await self.setup.config()
+        self.abouts |= await self.client.call(lambda: self.engine.setup.copies(config, dataset=self.name == "data"))
+        self._offer()
+
+    def _offer(self) -> None:
         self.rows = list(self.abouts)
         if self.rows and not self.setup.typed:
             self.moved()
-        self.setup.draw()
 
     def moved(self) -> None:
         self.setup.ask(self.placeholder, self.rows[self.cursor])
@@ -322,44 +290,39 @@ class _Data(_Named):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._inspection: tuple[str, DataInspection | str] | None = None
-        """The name, and its data or why that is not known."""
+        self._inspection: tuple[str, DataInspection | None] = "", None
+        """The name, and its data where that could be read."""
 
     def open(self) -> None:
         self.abouts |= dict.fromkeys(self.engine.setup.data_found(self.setup.target), "beside the file")
         super().open()
 
-    def changed(self, text: str) -> None:
-        if text in self.rows:
-            self.setup.run_worker(self._inspect(text), group="inspect", exclusive=True)
+    def moved(self) -> None:
+        super().moved()
+        self.setup.work(partial(self._inspect, self.rows[self.cursor]), "inspect")
 
     async def _inspect(self, name: str) -> None:
-        self._inspection = None
+        self._inspection = name, None
         self.setup.choose(data=name)
         self.setup.say(f"reading {name}")
-        try:
-            config = await self.setup.config()
-            read = await self.client.call(lambda: self.engine.setup.inspect(config, shown=_ROWS_SHOWN))
-            self._inspection = name, read
-        except ENGINE_ERRORS as error:
-            self._inspection = name, str(error)
+        config = await self.setup.config()
+        read = await self.client.call(lambda: self.engine.setup.inspect(config, shown=_ROWS_SHOWN))
+        self._inspection = name, read
         self.setup.say("")
 
     async def leave(self) -> str | None:
         why, name = await super().leave(), self.setup.typed
-        if why is None and (self._inspection is None or self._inspection[0] != name):
+        if why is None and self._inspection[0] != name:
             await self._inspect(name)
             return "these are its first rows: enter goes on with them"
         return why
 
     def draw(self, width: int) -> list[Content]:
-        lines = super().draw(width)
-        return lines if self._inspection is None else [*lines, Content(""), *_inspected(self._inspection[1], width)]
+        lines, inspection = super().draw(width), self._inspection[1]
+        return lines if inspection is None else [*lines, Content(""), *_inspected(inspection, width)]
 
 
-def _inspected(inspection: DataInspection | str, width: int) -> list[Content]:
-    if isinstance(inspection, str):
-        return [pair("not read", inspection, width, style="$warning")]
+def _inspected(inspection: DataInspection, width: int) -> list[Content]:
     files = "; ".join(f"{name} {file.examples:,} rows, {file.form}" for name, file in inspection.files.items())
     how = inspection.conversion.describe() if inspection.conversion is not None else "mlx-lm's own files"
     lines = [pair("on", f"{inspection.node}, {inspection.source}", width), pair("read as", f"{how}: {files}", width)]
@@ -384,16 +347,13 @@ class _Method(SetupStep):
         batch = choices.batch_size or api.usual_batch(len(self.setup.nodes))
         self.setup.choose(batch_size=batch, iters=choices.iters or 1000)
         self.moved()
-        self.setup.run_worker(self._fit(), group="fit", exclusive=True)
+        self.setup.work(self._fit, "fit")
 
     async def _fit(self) -> None:
         self.setup.say("what fits is being planned")
-        try:
-            config = await self.setup.config()
-            self._fits = await self.client.call(lambda: self.engine.setup.capacities(config))
-            self.setup.say("")
-        except ENGINE_ERRORS as error:
-            self.setup.say(f"what fits is not known: {error}")
+        config = await self.setup.config()
+        self._fits = await self.client.call(lambda: self.engine.setup.capacities(config))
+        self.setup.say("")
         self.moved()
 
     def moved(self, more: int = 0) -> None:
@@ -429,11 +389,8 @@ class _Method(SetupStep):
 class _File(SetupStep):
     name, title, keys = "file", "Enter writes this; then everything is checked.", "up/down scroll"
 
-    def press(self, key: str) -> bool:
-        step = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10}.get(key)
-        if step is not None:
-            self.setup.query_one("#setup-body").scroll_relative(y=step, animate=False)
-        return step is not None
+    def open(self) -> None:
+        self.setup.query_one("#setup-body").focus()
 
     async def leave(self) -> str | None:
         await asyncio.to_thread(self.engine.setup.write, self.setup.target, self.setup.text())
@@ -459,11 +416,13 @@ class Setup(ModalScreen[Path]):
         Binding("escape", "back", show=False),
     ]
 
-    def __init__(self, client: SetupClient, target: Path, glyphs: Glyphs, in_terminal: Callable[..., object]) -> None:
-        """`in_terminal` runs a program there: what it is, where, a notice, and what makes its arguments."""
+    def __init__(self, client: Any, target: Path, glyphs: Glyphs, in_terminal: Callable[..., object]) -> None:
+        """`client`: an EngineClient. `in_terminal` runs a program there: what it is, where, a notice, and what makes
+        its arguments."""
         super().__init__()
         self.client, self.target, self.glyphs, self.in_terminal = client, target, glyphs, in_terminal
-        self.choices = client.engine.setup.read(target)
+        self.engine: Engine = client.engine
+        self.choices = self.engine.setup.read(target)
         self.candidates: dict[str, NodeCandidate] = {}
         """By `[user@]host[:port]`, in the order in which they were found."""
         self._status = ""
@@ -475,7 +434,7 @@ class Setup(ModalScreen[Path]):
         with Vertical(id="setup") as box:
             box.border_title = f"set up {self.target.name}"
             yield Static(id="setup-path", markup=False)
-            with VerticalScroll(id="setup-body", can_focus=False):
+            with VerticalScroll(id="setup-body"):
                 yield Static(id="setup-text", markup=False)
             yield Static(id="setup-status", markup=False)
             yield Input(id="setup-input", compact=True)
@@ -497,11 +456,30 @@ class Setup(ModalScreen[Path]):
 
     def text(self) -> str:
         """That of the file. Raises ENGINE_ERRORS."""
-        return self.client.engine.setup.text(self.target, self.choices, self.nodes)
+        return self.engine.setup.text(self.target, self.choices, self.nodes)
 
     async def config(self) -> Config:
         """Read from the file's text. Raises ENGINE_ERRORS."""
-        return await asyncio.to_thread(self.client.engine.setup.config, self.target, self.text())
+        return await asyncio.to_thread(self.engine.setup.config, self.target, self.text())
+
+    def work(self, work: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
+        """Do it beside the keys, in place of what goes on in its group; a refusal is said."""
+
+        async def run() -> None:
+            with self._refusals():
+                await work()
+
+        # No coroutine, which a newer one would cancel before it has begun.
+        self.run_worker(run, group=group, exclusive=True)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except ENGINE_ERRORS as error:
+            self.say(str(error))
+        finally:
+            self.draw()
 
     def choose(self, **changes: Any) -> None:
         self.choices = self.choices.model_copy(update=changes)
@@ -528,7 +506,8 @@ class Setup(ModalScreen[Path]):
         self.draw()
 
     def draw(self) -> None:
-        if not self.is_mounted:
+        # Answers may come before it is there, or after it was left.
+        if not self.query("#setup-status"):
             return
         names = [(f"{step.name}  ", "bold $primary" if step is self.step else MUTED) for step in self._steps]
         self.query_one("#setup-path", Static).update(Content.assemble(*names))
@@ -552,27 +531,23 @@ class Setup(ModalScreen[Path]):
         if not self.step.take(self.typed):
             self.action_next()
 
-    def on_input_changed(self, event: Input.Changed) -> None:
-        self.step.changed(event.value.strip())
-
     def action_next(self) -> None:
-        """A second key waits for the first one's end."""
+        """One step at a time, however many keys come."""
         if not self._moving:
             self._moving = True
-            self.run_worker(self._next(), group="step")
+            self.run_worker(self._next, group="step")  # type: ignore[arg-type]
 
     async def _next(self) -> None:
         try:
-            self.say("")
-            if (why := await self.step.leave()) is not None:
-                self.say(why)
-            elif self.step is self._steps[-1]:
-                self.dismiss(self.target)
-            else:
-                self.go(1)
-                await self._keep()
-        except ENGINE_ERRORS as error:
-            self.say(str(error))
+            with self._refusals():
+                self.say("")
+                if (why := await self.step.leave()) is not None:
+                    self.say(why)
+                elif self.step is self._steps[-1]:
+                    self.dismiss(self.target)
+                else:
+                    self.go(1)
+                    await self._keep()
         finally:
             self._moving = False
 
@@ -600,7 +575,5 @@ class Setup(ModalScreen[Path]):
 
     async def _keep(self) -> None:
         self.choices = self.choices.model_copy(update={"step": self._at})
-        try:
-            await asyncio.to_thread(self.client.engine.setup.keep, self.target, self.choices)
-        except ENGINE_ERRORS as error:
-            self.say(f"what was chosen cannot be kept: {error}")
+        with self._refusals():
+            await asyncio.to_thread(self.engine.setup.keep, self.target, self.choices)
