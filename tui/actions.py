@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from engine import api
 from engine.errors import plural
-from tui.fixes import CableSetup, HostKeyFix, fix_for
+from tui.fixes import CableSetup, CopyFix, HostKeyFix, fix_for
 from tui.state import VIEWS, DeckState
 
 if TYPE_CHECKING:
@@ -309,6 +309,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            why_not=_first(_loading, _item, _not_started)),
     Action("cancel_item", ("ctrl+k",), "cancel", "Take the selected item out of the queue, after a confirmation",
            "queue", panes=("queue",), dangerous=True, why_not=_first(_loading, _item, _not_started)),
+    Action("models", ("7",), "models", "Models and data sets of the nodes: copy, verify, remove", "display",
+           why_not=_first(_loading, _nothing_to("ask"))),
     Action("configuration", ("E",), "values", "Each value of the configuration, and where it was set", "display",
            why_not=_first(_loading, _edit)),
     Action("compare", ("enter",), "compare", "Compare the marked runs: curves, what differs, and why", "history",
@@ -472,7 +474,7 @@ def _behind(state: DeckState) -> str:
 def label(action: Action, state: DeckState, *, short: bool = False) -> str:
     """The action's name in the key bar, which may depend on the state."""
     if action.id == "fix":
-        names = {HostKeyFix: "host key", CableSetup: "set up cables"}
+        names = {HostKeyFix: "host key", CableSetup: "set up cables", CopyFix: "bring it"}
         return names.get(type(fix := fix_for(state)), "fix" if isinstance(fix, str) else "run the fix")
     special = {
         "quit": "quit (the run goes on)" if state.running is not None and not short else None,

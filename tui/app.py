@@ -48,7 +48,7 @@ from tui.engine_client import (
     RunsCompared,
     TelemetryReceived,
 )
-from tui.fixes import CableSetup, CheckFix, FixCommand, HostKeyFix, fix_for
+from tui.fixes import CableSetup, CheckFix, CopyFix, FixCommand, HostKeyFix, fix_for
 from tui.formatting import shortened, size, terminal_notification
 from tui.gc_pauses import GcScheduler
 from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
@@ -65,6 +65,7 @@ from tui.poller import (
 )
 from tui.screens.chat import Chat
 from tui.screens.configuration import Configuration, Row, editor_at, fault_rows, value_rows
+from tui.screens.copies import ModelCopies
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import (
     Confirm,
@@ -671,6 +672,14 @@ class FlightDeckApp(App[None]):
         screen = Configuration(title, rows, editable=not self.state.read_only)
         self.push_screen(screen, lambda line: self._open_editor(*line) if line is not None else None)
 
+    def do_models(self) -> None:
+        self._show_copies()
+
+    def _show_copies(self, push: str | None = None) -> None:
+        assert self.state.config is not None
+        screen = ModelCopies(self.client, self.state.config, read_only=self.state.read_only, push=push)
+        self.push_screen(screen)
+
     def do_switch(self) -> None:
         shown = self.state.config.file if self.state.config is not None else None
         self._request(self._switch(shown.parent if shown is not None else Path.cwd(), shown))
@@ -893,6 +902,8 @@ class FlightDeckApp(App[None]):
             self._ask_setup(fix)
         elif isinstance(fix, HostKeyFix):
             self._ask_key(fix.facts)
+        elif isinstance(fix, CopyFix):
+            self._show_copies(fix.name)
 
     def _ask_key(self, facts: NodeFacts) -> None:
         width, offer = text_width(self.size.width), facts.host_key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _OURS: Final = "flightdeck "
 """A fix that begins so runs on this machine: the console does it itself, or a person does."""
+_PUSH: Final = f"{_OURS}models push "
 HERE: Final = "this machine"
 _FIXED: Final = ("fail", "warn")
 
@@ -41,6 +43,13 @@ class CableSetup:
     commands: dict[str, tuple[str, ...]]
 
 
+@dataclass(frozen=True)
+class CopyFix:
+    """A model or data set that the nodes lack, by its name."""
+
+    name: str
+
+
 @dataclass
 class FixCommand:
     """One fix command on one node, running or ended; `output` has a plain string for each line."""
@@ -63,11 +72,16 @@ class FixCommand:
         return self.problem or ("succeeded" if self.code == 0 else f"exit {self.code}")
 
 
-def fix_for(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
+def fix_for(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | CopyFix | str:
     """The fix for the selected node or check; else why there is none, in a few words."""
     if state.config is None:
         return "there is no configuration"
-    return _check_fix(state) if state.pane == "preflight" else _node_fix(state)
+    if state.pane != "preflight":
+        return _node_fix(state)
+    check = state.selected_check
+    if check is not None and check.status in _FIXED and (check.fix_command or "").startswith(_PUSH):
+        return CopyFix(shlex.split(check.fix_command or "")[3])
+    return _check_fix(state)
 
 
 def pasted(state: DeckState, node: str, command: str) -> str:

@@ -14,6 +14,7 @@ _READS: Final[dict[str, Collection[str]]] = {
     "comparisons": ("compare",),
     "launches": ("plan",),
     "queue": ("snapshot",),
+    "models": ("list",),
     "calibrations": ("latest", "latest_scaling", "predict"),
     **dict.fromkeys(("results", "checks", "tasks", "chats", "environments", "setup", "models"), ()),
 }

@@ -30,7 +30,8 @@ from engine.node.probes import nearest, reason_of
 from engine.protocol.attempt import open_regular, sync_file, write_atomic
 from engine.protocol.manifest import DATA_PREFIX, CopyFile, HubName, copy_files, hub_name, path_is_below
 
-BLOCK = 1 << 20
+BLOCK, _STEP = 1 << 20, 1 << 18
+"""_STEP: what is read, written and passed on at once."""
 _CONNECT_S, _SILENCE_S, _ALIVE_S = 3.0, 8.0, 1.0
 """A server that waits for bytes itself sends an empty frame each _ALIVE_S; one that is silent is taken for gone."""
 _REPORT_S, _LOCK_AGAIN_S = 0.5, 0.5
@@ -160,10 +161,12 @@ class Transfer:
     # Serving.
 
     def listen(self) -> int:
-        """Serve on the addresses of the request that this machine has, and on 127.0.0.1; returns the port. Raises
-        OSError."""
+        """Serve on 127.0.0.1, where sshd is reached, and on the addresses of the request that this machine has; returns
+        the port. Raises OSError."""
         port = 0
-        for address in dict.fromkeys(("127.0.0.1", *self.asked["addresses"])):
+        for address in dict.fromkeys(
+            ("127.0.0.1", _ssh_addresses().get("address", "127.0.0.1"), *self.asked["addresses"])
+        ):
             listener = socket.socket()
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -208,10 +211,7 @@ class Transfer:
         file, content = self.files[number], None
         try:
             while offset < file.size:
-                with self.changed:
-                    if self.available[number] <= offset:
-                        self.changed.wait(_ALIVE_S)
-                    count = min(max(0, self.available[number] - offset), 4 * BLOCK)
+                count = self._ready_from(number, offset)
                 connection.sendall(_FRAME.pack(count))
                 if count:
                     content = content or self._opened(number)
@@ -221,6 +221,13 @@ class Transfer:
         finally:
             if content is not None:
                 content.close()
+
+    def _ready_from(self, number: int, offset: int) -> int:
+        """Bytes of it that can be sent from there, once they are worth it, or _ALIVE_S are over."""
+        enough = min(_STEP, self.files[number].size - offset)
+        with self.changed:
+            self.changed.wait_for(lambda: self.available[number] - offset >= enough, _ALIVE_S)
+            return min(max(0, self.available[number] - offset), 4 * BLOCK)
 
     def _opened(self, number: int) -> BinaryIO:
         file = self.files[number]
@@ -318,14 +325,14 @@ class Transfer:
         self.place.check_below(part)
         part.parent.mkdir(parents=True, exist_ok=True)
         digest = self._hashes.setdefault(number, digest_of(len(file.digest), file.size))
-        buffer = memoryview(bytearray(BLOCK))
+        buffer = memoryview(bytearray(_STEP))
         with part.open("ab", buffering=0) as content:
             while self.available[number] < file.size:
                 (left,) = _FRAME.unpack(_exactly(answers, _FRAME.size))
                 if left > file.size - self.available[number]:
                     raise ValueError("more came than the file has")
                 while left:
-                    count = answers.readinto1(buffer[: min(left, BLOCK)])
+                    count = answers.readinto(buffer[: min(left, _STEP)])
                     if not count:
                         raise ConnectionError("it has closed the connection")
                     content.write(buffer[:count])
@@ -396,10 +403,8 @@ def _work(transfer: Transfer) -> None:
     try:
         with _locked(transfer):
             have, wanted = transfer.take_stock() if transfer.source is None else (0, 0)
-            # Where the head is, and where this machine is reached, as sshd saw it.
-            connection = os.environ.get("SSH_CONNECTION", "").split()
-            seen = {"head": connection[0], "address": connection[2]} if len(connection) == 4 else {}
-            transfer.reports.put({"ready": {"port": transfer.listen(), "have": have, "wanted": wanted, **seen}})
+            ready = {"port": transfer.listen(), "have": have, "wanted": wanted}
+            transfer.reports.put({"ready": {**ready, **_ssh_addresses()}})
             if transfer.source is None:
                 transfer.receive()
         transfer.reports.put({"done": str(transfer.source or transfer.place.folder)})
@@ -407,6 +412,12 @@ def _work(transfer: Transfer) -> None:
         transfer.reports.put({"problem": reason_of(error, Path(error.filename or transfer.place.top))})
     except (TransferError, ValueError) as error:
         transfer.reports.put({"problem": str(error)})
+
+
+def _ssh_addresses() -> dict[str, str]:
+    """The `head`'s address, and the `address` at which it reaches this machine, as sshd saw them; none for the head."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {"head": connection[0], "address": connection[2]} if len(connection) == 4 else {}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,101 @@
+"""View 7: the copies of the nodes, and what its keys ask for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.api import Config, NodeCopies, NodeCopy
+from engine.models import CheckResult, CheckStatus
+from engine.snapshots import CopyProgress
+from tests.tui import macs
+from tests.tui.conftest import SMALL, opened
+from tests.tui.fake_engine import FakeEngine
+
+TINY = NodeCopy(kind="model", name="org/tiny", revision="c0ffee" * 6, path="/hub/tiny", bytes=4_000_000_000, files=3)
+ROWS = NodeCopy(kind="dataset", name="org/rows", path="/hub/rows", bytes=10, files=1, missing=("train.jsonl",))
+
+
+@dataclass
+class FakeModels:
+    asked: list[tuple[str, ...]] = field(default_factory=list)
+
+    async def list(self, config: Config) -> list[NodeCopies]:
+        return [
+            NodeCopies(node="ultra", cache="/hub", free_bytes=10**12, copies=(TINY, ROWS)),
+            NodeCopies(node="max", problem="it does not answer"),
+        ]
+
+    async def push(self, config: Config, name: str) -> AsyncIterator[CopyProgress]:
+        self.asked.append(("push", name))
+        yield CopyProgress("max", 1_000_000_000, 4_000_000_000)
+        yield CopyProgress("max", 4_000_000_000, 4_000_000_000, "/hub/tiny")
+
+    async def pull(self, config: Config, name: str, node: str) -> AsyncIterator[CopyProgress]:
+        self.asked.append(("pull", name, node))
+        yield CopyProgress("this machine", 1, 1, "/hub/tiny")
+
+    async def verify(self, config: Config, name: str, *, dataset: bool) -> dict[str, Sequence[str] | str]:
+        self.asked.append(("verify", name))
+        return {"ultra": ("model.safetensors",)}
+
+    async def remove(self, config: Config, name: str, node: str) -> int:
+        self.asked.append(("rm", name, node))
+        return 4_000_000_000
+
+
+@pytest.fixture
+def models(fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeModels:
+    monkeypatch.setattr(FakeEngine, "models", models := FakeModels(), raising=False)
+    return models
+
+
+async def test_the_copies_of_all_nodes_are_shown_and_each_key_does_what_the_command_does(
+    fake: FakeEngine, models: FakeModels
+) -> None:
+    async with opened(fake, config=macs.configuration(2), size=SMALL) as console:
+        await console.until(lambda: console.app.state.ready)
+        await console.press("7")
+        await console.shows("max: it does not answer")
+        assert "org/tiny" in console.screen and "1 file missing" in console.screen
+        for key, text in (("p", "copied and verified"), ("g", "copied and verified"), ("v", "damaged: model.safe")):
+            await console.press(key)
+            await console.shows(text)
+        await console.press("n", *"org/x", "enter")
+        await console.until(lambda: ("push", "org/x") in models.asked, "the push of a typed name")
+        await console.shows("copied and verified")
+        await console.press("ctrl+k")
+        await console.shows("remove org/tiny?")
+        await console.press("right", "enter")
+        await console.shows("4.0 GB are free again")
+        assert models.asked == [
+            ("push", "org/tiny"), ("pull", "org/tiny", "ultra"), ("verify", "org/tiny"), ("push", "org/x"),
+            ("rm", "org/tiny", "ultra"),
+        ]  # fmt: skip
+
+
+async def test_x_on_a_check_brings_the_model_that_the_nodes_lack(fake: FakeEngine, models: FakeModels) -> None:
+    lacks = CheckResult(
+        name="model_present", status=CheckStatus.FAIL, summary="max has no whole copy of org/tiny",
+        fix_command="flightdeck models push org/tiny", fix_effect="copies it",
+    )  # fmt: skip
+    fake.check_results = [lacks]
+    async with opened(fake, config=macs.configuration(2), size=SMALL) as console:
+        await console.until(lambda: console.app.state.ready)
+        await console.press("2", "r")
+        await console.shows("no whole copy")
+        await console.press("x")
+        await console.shows("copied and verified")
+        assert models.asked == [("push", "org/tiny")]
+
+
+async def test_a_console_that_only_reads_copies_nothing(fake: FakeEngine, models: FakeModels) -> None:
+    async with opened(fake, config=macs.configuration(2), size=SMALL, read_only=True) as console:
+        await console.until(lambda: console.app.state.ready)
+        await console.press("7")
+        await console.shows("org/tiny")
+        await console.press("p")
+        await console.shows("this console only reads")
+        assert models.asked == []

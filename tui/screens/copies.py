@@ -1,0 +1,207 @@
+"""View 7: the models and data sets that each node has; copied, verified and removed by keys, as `flightdeck models`
+does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList, Static
+
+from tui.formatting import copy_text, shortened, size
+from tui.glyphs import MUTED
+from tui.screens.dialog import Confirm
+from tui.state import ENGINE_ERRORS
+from tui.widgets.text import pair
+
+if TYPE_CHECKING:
+    from engine.api import Config, Engine, NodeCopies, NodeCopy
+    from engine.snapshots import CopyProgress
+
+Answer = TypeVar("Answer")
+Item = TypeVar("Item")
+_FRAME, _FIXED = 8, 44
+"""Cells of a line beside its text, and those of its columns beside name and state."""
+_KEYS = "p push · g pull · v verify · n name · ctrl+k remove · r again · esc back"
+
+
+class CopyClient(Protocol):
+    @property
+    def engine(self) -> Engine: ...
+
+    async def call(self, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer: ...
+
+    def each(self, make: Callable[[], AsyncIterator[Item]]) -> AsyncGenerator[Item, None]: ...
+
+
+class _Rows(OptionList):
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("j", "cursor_down"), Binding("k", "cursor_up")]
+
+
+class ModelCopies(ModalScreen[None]):
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,7", "leave", show=False),
+        Binding("q", "dismiss(None)", show=False),
+        Binding("r", "ask", show=False),
+        Binding("p", "push", show=False),
+        Binding("g", "pull", show=False),
+        Binding("v", "verify", show=False),
+        Binding("n", "name", show=False),
+        Binding("ctrl+k", "remove", show=False),
+    ]
+
+    def __init__(self, client: CopyClient, config: Config, *, read_only: bool, push: str | None = None) -> None:
+        """`push`: what is brought onto the nodes at once."""
+        super().__init__()
+        self._client, self._config, self._read_only, self._pushed = client, config, read_only, push
+        self._copies: list[tuple[NodeCopies, NodeCopy]] = []
+        self._notes: dict[str, str] = {}
+        """By node, or "" for all."""
+        self._busy = ""
+        """The request that is under way."""
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="copies") as box:
+            box.border_title = "7 models and data sets"
+            box.border_subtitle = "r again · esc back" if self._read_only else _KEYS
+            yield _Rows(id="copies-rows", markup=False)
+            yield Input(placeholder="org/name of the Hub, hf:org/name or a folder of this machine", id="copies-name")
+            yield Static(id="copies-notes", markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(Input).display = False
+        self.query_one(_Rows).focus()
+        if self._pushed is not None:
+            self._start("a copy", self._push(self._pushed))
+        else:
+            self.action_ask()
+
+    def action_leave(self) -> None:
+        field = self.query_one(Input)
+        if field.display:
+            field.display = False
+            self.query_one(_Rows).focus()
+        else:
+            self.dismiss(None)
+
+    def action_ask(self) -> None:
+        self._start("the listing", self._list())
+
+    def action_push(self) -> None:
+        if (chosen := self._chosen()) is not None:
+            self._start("a copy", self._push(chosen[1].label))
+
+    def action_pull(self) -> None:
+        if (chosen := self._chosen()) is not None:
+            node, label = chosen[0].node, chosen[1].label
+            self._start("a copy", self._copy(lambda: self._client.engine.models.pull(self._config, label, node)))
+
+    def action_verify(self) -> None:
+        if (chosen := self._chosen()) is not None:
+            self._start("a verification", self._verify(chosen[1].label))
+
+    def action_name(self) -> None:
+        if not self._read_only:
+            field = self.query_one(Input)
+            field.display = True
+            field.focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        self.action_leave()
+        if name := event.value.strip():
+            self._start("a copy", self._push(name))
+
+    def action_remove(self) -> None:
+        if (chosen := self._chosen()) is None:
+            return
+        node, label = chosen[0].node, chosen[1].label
+
+        def answered(go: bool | None) -> None:
+            if go:
+                self._start("a removal", self._remove(label, node))
+
+        lines = [pair("on", node, 60), pair("frees", size(chosen[1].bytes), 60), pair("back by", f"push {label}", 60)]
+        self.app.push_screen(Confirm(f"remove {label}?", lines, "Remove it", dangerous=True), answered)
+
+    def _chosen(self) -> tuple[NodeCopies, NodeCopy] | None:
+        """The copy under the cursor; None, with the reason shown, where nothing can be done with it."""
+        place = self.query_one(_Rows).highlighted
+        if self._read_only or place is None or place >= len(self._copies):
+            self._note("this console only reads" if self._read_only else "nothing is selected")
+            return None
+        return self._copies[place]
+
+    def _start(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        if self._busy:
+            work.close()
+            self._note(f"{self._busy} is under way")
+        else:
+            self._busy, self._notes = what, {}
+            self.run_worker(self._finish(work))
+
+    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except ENGINE_ERRORS as error:
+            self._note(str(error))
+        finally:
+            self._busy = ""
+
+    async def _list(self) -> None:
+        self._note("asking the nodes")
+        nodes = await self._client.call(lambda: self._client.engine.models.list(self._config))
+        self._copies = [(node, copy) for node in nodes for copy in node.copies]
+        rows, place = self.query_one(_Rows), self.query_one(_Rows).highlighted
+        rows.clear_options()
+        rows.add_options([_row(node, copy, self.app.size.width) for node, copy in self._copies])
+        rows.highlighted = min(place or 0, len(self._copies) - 1) if self._copies else None
+        self._note("" if self._copies else "no node has a model or data set in its cache or a folder of models")
+        for node in nodes:
+            free = f"{size(node.free_bytes)} free in {node.cache}{', HF_HUB_OFFLINE is set' * node.offline}"
+            self._note(f"{node.node}: {node.problem or free}", node.node)
+
+    async def _push(self, name: str) -> None:
+        await self._copy(lambda: self._client.engine.models.push(self._config, name))
+
+    async def _copy(self, make: Callable[[], AsyncIterator[CopyProgress]]) -> None:
+        self._note("")
+        async with aclosing(self._client.each(make)) as steps:
+            async for step in steps:
+                self._note(copy_text(step), step.node)
+        ends = dict(self._notes)
+        await self._list()
+        self._notes |= ends
+        self._note("copied and verified" if ends.keys() - {""} else "nothing to copy")
+
+    async def _verify(self, name: str) -> None:
+        self._note(f"each file of {name} is hashed")
+        models, dataset = self._client.engine.models, name.startswith("hf:")
+        seen = await self._client.call(lambda: models.verify(self._config, name, dataset=dataset))
+        for node, files in seen.items():
+            text = files if isinstance(files, str) else f"damaged: {', '.join(files)} (p repairs)" if files else "sound"
+            self._note(f"{node}: {text}", node)
+        self._note(f"verified: {name}")
+
+    async def _remove(self, name: str, node: str) -> None:
+        freed = await self._client.call(lambda: self._client.engine.models.remove(self._config, name, node))
+        await self._list()
+        self._note(f"{node}: {name} is removed, {size(freed)} are free again")
+
+    def _note(self, text: str, node: str = "") -> None:
+        self._notes[node] = text
+        for notes in self.query("#copies-notes").results(Static):
+            notes.update(Content("\n").join(Content.styled(line, MUTED) for line in self._notes.values() if line))
+
+
+def _row(node: NodeCopies, copy: NodeCopy, columns: int) -> Content:
+    room = max(20, columns - _FRAME - _FIXED)
+    name, state = shortened(copy.label, room * 2 // 3), shortened(copy.state, room)
+    figures = f"  {(copy.revision or '-')[:8]:<8}  {size(copy.bytes):>8}  "
+    style = "" if copy.complete else "$error"
+    return Content.assemble(f"{node.node:<12}  ", (f"{name:<{room * 2 // 3}}", "bold"), figures, (state, style))
