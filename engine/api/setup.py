@@ -22,7 +22,7 @@ from engine.checks.inspection import DataInspection
 from engine.cluster.discovery import FoundHost, FoundPython, draft_nodes, find_python, hosts_from_names
 from engine.cluster.transport.ssh_config import OWN_KNOWN_HOSTS
 from engine.config.documents import read_text
-from engine.config.draft import draft, find_job, is_beside, write_draft
+from engine.config.draft import draft, find_job, find_yaml, is_beside, write_draft
 from engine.config.load import load_config
 from engine.config.models import Config, FineTuneType
 from engine.config.redraft import redraft
@@ -54,6 +54,8 @@ class SetupChoices(FrozenModel):
     """Hosts that were named by a person."""
     chosen: tuple[str, ...] | None = None
     """`[user@]host[:port]` of the nodes, in rank order."""
+    own_program: bool = False
+    """The job is a command, which has its own model, data and method."""
     model: str | None = None
     data: str | None = None
     fine_tune_type: FineTuneType | None = None
@@ -99,10 +101,12 @@ class SetupApi:
         with contextlib.suppress(OSError, ValueError):
             return SetupChoices.model_validate_json(read_regular(self._kept(target)))
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            document = tomllib.loads(target.read_text(encoding="utf-8"))
+            document = tomllib.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
             nodes = tuple(str(node.get("ssh", "127.0.0.1")) for node in document.get("node", ()))
-            job = {key: value for key, value in document.get("job", {}).items() if key in _JOB_KEYS}
-            return SetupChoices.model_validate({"typed": nodes, "chosen": nodes or None, **job})
+            job = document.get("job") or find_yaml(target.absolute().parent)[1]
+            program = {"own_program": "command" in job or "script" in job}
+            keys = {key: job[key] for key in _JOB_KEYS if key in job}
+            return SetupChoices.model_validate({"typed": nodes, "chosen": nodes or None, **program, **keys})
         return SetupChoices()
 
     def keep(self, target: Path, choices: SetupChoices) -> None:

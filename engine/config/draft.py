@@ -229,7 +229,7 @@ _TYPICAL_KEYS = frozenset(
 
 def find_job(folder: Path, *, remote: bool) -> DraftJob:
     """The job in `folder`; its data is sent to `remote` nodes at launch."""
-    name, keys = _yaml(folder)
+    name, keys = find_yaml(folder)
     data = DATA if not keys.get("data") and (folder / DATA / TRAIN).is_file() else None
     has_model, has_data = bool(keys.get("model")), bool(keys.get("data"))
     return DraftJob(data=data, config=name, has_model=has_model, has_data=has_data, push=remote and data is not None)
@@ -240,7 +240,7 @@ def is_beside(data: str | None, folder: Path) -> bool:
     return data is not None and not data.startswith(("/", "~", DATA_PREFIX)) and (folder / data).exists()
 
 
-def _yaml(folder: Path) -> tuple[str | None, dict[object, object]]:
+def find_yaml(folder: Path) -> tuple[str | None, dict[object, object]]:
     for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])[:50]:
         try:
             keys = read_yaml(path)

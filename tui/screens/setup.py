@@ -89,6 +89,8 @@ class _Nodes(SetupStep):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._touched, self._searching = setup.choices.chosen is not None, False
+        self._shown: list[str] = []
+        """Hosts on the screen: a key is accepted where its fingerprint can be seen."""
 
     def open(self) -> None:
         if not self.rows:
@@ -121,7 +123,7 @@ class _Nodes(SetupStep):
             at = chosen.index(host)
             chosen.insert(max(0, at + (1 if key == "J" else -1)), chosen.pop(at))
         elif key in ("y", "c") and (lacking := self._lacking("host_key" if key == "y" else "login")):
-            self.setup.work(partial(self._let_in, lacking), "keys")
+            self.setup.work(partial(self._let_in, [one for one in lacking if one.host.ssh in self._shown]), "keys")
             return True
         elif key == "t":
             self.setup.ask("[user@]host[:port]")
@@ -169,6 +171,7 @@ class _Nodes(SetupStep):
         rows, chosen, lines = list(self.setup.candidates.values()), list(self.setup.choices.chosen or ()), []
         room = max(3, self.setup.size.height - 16)
         first = max(0, min(self.cursor - room // 2, len(rows) - room))
+        self._shown = self.rows[first : first + room]
         for at, (host, answer) in list(enumerate((row.host, row.answer) for row in rows))[first : first + room]:
             rank = str(chosen.index(host.ssh)) if host.ssh in chosen else ""
             glyph = RUNNING if answer is None else OK if answer.python else WARN if answer.answers else FAIL
@@ -566,7 +569,8 @@ class Setup(ModalScreen[Path]):
     def go(self, steps: int) -> None:
         """To the next step that is needed, or back."""
         self._at += steps
-        while not self.step.needed:
+        passed = ("model", "data", "method") if self.choices.own_program else ()
+        while not self.step.needed or self.step.name in passed:
             self._at += steps
         self.ask_no_more()
         self.query_one("#setup-body").scroll_home(animate=False)

@@ -34,6 +34,17 @@ def test_choices_are_kept_until_the_file_is_written(engine: Engine, tmp_path: Pa
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["flightdeck.toml"]
 
 
+def test_a_yaml_fills_in_and_a_command_has_its_own(engine: Engine, tmp_path: Path) -> None:
+    target = tmp_path / "flightdeck.toml"
+    (tmp_path / "lora.yaml").write_text("model: ~/m\ndata: ~/d\niters: 7\n")
+    read = engine.setup.read(target)
+    assert (read.model, read.data, read.iters, read.own_program) == ("~/m", "~/d", 7, False)
+    target.write_text('[[node]]\nssh = "ana@ultra.local"\npython = "~/p"\n[job]\ncommand = ["true"]\n')
+    read = engine.setup.read(target)
+    assert read.own_program and read.settings == {}
+    engine.setup.write(target, engine.setup.text(target, read, [ULTRA]))
+
+
 @pytest.mark.parametrize("kept", [b"", b"{", b'{"batch_size": 0}', b'{"step": "x"}', b"\xff"])
 def test_damage_to_what_was_kept_is_as_if_there_were_none(engine: Engine, tmp_path: Path, kept: bytes) -> None:
     target = tmp_path / "flightdeck.toml"
