@@ -660,6 +660,8 @@ class Supervisor:
             return
         world.disk.newest_attempt = planned.number
         attempt = world.attempt_of(plan, planned)
+        # Later ones that never started were forgotten with a full disk: this is the newest again.
+        world.attempts = {n: one for n, one in world.attempts.items() if n <= planned.number or one.keepers}
         self.attempt = attempt
         if not plan.config.starts_directly:
             self.launcher = world.launcher = Launcher(world, attempt)

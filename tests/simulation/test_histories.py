@@ -234,6 +234,10 @@ HISTORIES = {
         '{"seed":225841758,"nodes":3,"iterations":8,"period_s":0.2,"budget_s":2.18,"unattended":true,"faults":'
         '[["head_clock",4.32,0,30.0],["abort",5.56,1,70.0]]}'
     ),
+    "of attempts that never started, and that a full disk forgot, the one that is planned anew is the newest": (
+        '{"kind":"torch","iterations":6,"period_s":1.0,"every":0,"min_nodes":1,"unattended":true,"faults":'
+        '[["disk_full",4.14,0,180.0],["node_sleeps",5.57,1,400.0],["head_killed_at_effect",56,0,70.0]]}'
+    ),
 }
 
 
