@@ -22,7 +22,7 @@ from tui.encoding import prepare
 Commands = Any
 """The type that add_subparsers returns, which argparse does not name."""
 _SHELLS = ("zsh", "bash", "fish")
-_QUEUE_ACTIONS = ("list", "move", "hold", "release", "cancel")
+_QUEUE_ACTIONS = ("list", "move", "hold", "release", "cancel", "install", "uninstall")
 _STRATEGIES = get_args(Strategy)
 _WHICH_RUN = 'id, the beginning of one, name (its newest) or "last"'
 
@@ -264,9 +264,11 @@ def _queue(commands: Commands) -> None:
         "the runs that start one after the other, each when its nodes are free",
         ("flightdeck queue", "what waits, and for what"),
         ("flightdeck queue move 4 1", "item 4 comes next"),
+        ("flightdeck queue install", "it goes on after a restart of this machine; shown and asked first"),
         ("flightdeck queue hold 3", "until `flightdeck queue release 3`; or for good: `flightdeck queue cancel 3`"),
     )
     queue.add_argument("action", nargs="?", choices=_QUEUE_ACTIONS, default="list", help="default: list")
+    queue.add_argument("--yes", action="store_true", help="install or uninstall without a question")
     queue.add_argument("item", nargs="?", type=_count(10**9), metavar="ITEM", help="its number, of move to cancel")
     queue.add_argument("place", nargs="?", type=_count(10**6), metavar="PLACE", help="of move: from 1")
 

@@ -15,6 +15,7 @@ from engine.config.models import Config
 from engine.errors import InputError, StateError
 from engine.models import RunRecord
 from engine.protocol.attempt import read_regular
+from engine.queue.autostart import Autostart, autostart, install, uninstall
 from engine.queue.items import (
     ItemAdded,
     ItemCancelled,
@@ -109,6 +110,20 @@ class QueueApi:
         audit_log("queue", "added", {**context, **why}, home=self._home)
         start_runner(self._home)
         return added
+
+    def autostart(self) -> Autostart:
+        """The start of the queue when this machine has been restarted, or would. Raises InputError."""
+        return autostart(self._home)
+
+    def install(self, made: Autostart) -> None:
+        """Raises StateError."""
+        install(made)
+        audit_log("queue", "installed", {"kind": made.kind}, home=self._home)
+
+    def uninstall(self, made: Autostart) -> None:
+        """Raises StateError."""
+        uninstall(made)
+        audit_log("queue", "uninstalled", {"kind": made.kind}, home=self._home)
 
     def _put(self, config: Config, wishes: Mapping[str, object]) -> QueueItem:
         put: list[QueueItem] = []

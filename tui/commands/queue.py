@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from engine.api import Engine, ExitCode, QueueItem, QueueSnapshot
 from engine.errors import InputError, duration_text, plural
-from tui.commands.terminal import Lines, print_json
+from tui.commands.terminal import Lines, agreed_to, is_person, print_json, progress_lines
 from tui.formatting import NOT_MEASURED, item_state, item_why, table
 
 
@@ -14,6 +15,8 @@ def queue(options: argparse.Namespace, engine: Engine) -> int:
     """List the queue, or change an item."""
     if options.action == "list":
         return _list(options, engine)
+    if options.action in ("install", "uninstall"):
+        return _autostart(options, engine)
     if options.item is None or (options.action == "move") is (options.place is None):
         usage = "flightdeck queue move ITEM PLACE" if options.action == "move" else f"queue {options.action} ITEM"
         raise InputError(f"queue {options.action} needs its item", todo=usage)
@@ -23,6 +26,24 @@ def queue(options: argparse.Namespace, engine: Engine) -> int:
         print_json(item)
     else:
         Lines().say(f"item {item.id} ({item.name}) is {'moved' if options.action == 'move' else item.state}")
+    return ExitCode.OK
+
+
+def _autostart(options: argparse.Namespace, engine: Engine) -> int:
+    """Show what is written or removed, and ask."""
+    made, lines, installs = engine.queue.autostart(), progress_lines(options), options.action == "install"
+    commands = made.to_install if installs else made.to_uninstall
+    lines.say(f"{'write' if installs else 'remove'} {made.file or 'this line of the crontab'}:")
+    for text in (*made.text.splitlines(), *(f"$ {' '.join(command)}" for command in commands)):
+        lines.say(f"  {text}")
+    if not options.yes:
+        if not is_person(sys.stdin):
+            raise InputError("nobody is there to ask", todo="look at it, then add --yes")
+        if not agreed_to(f"{options.action} it?", lines):
+            return ExitCode.FAILED
+    (engine.queue.install if installs else engine.queue.uninstall)(made)
+    if options.json:
+        print_json({"kind": made.kind, "file": str(made.file) if made.file else None, "installed": installs})
     return ExitCode.OK
 
 

@@ -1,0 +1,71 @@
+"""The queue's start with the machine: only its own file or line changes."""
+
+from __future__ import annotations
+
+import plistlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.errors import StateError
+from engine.queue import autostart
+from engine.queue.autostart import install, uninstall
+
+CRONTAB = """#!/bin/sh
+[ -e "$0.broken" ] && { echo "permission denied" >&2; exit 1; }
+case "$1" in
+-l) [ -e "$0.kept" ] || { echo "no crontab for me" >&2; exit 1; }; cat "$0.kept" ;;
+-) cat > "$0.kept" ;;
+esac
+"""
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the crontab holds."""
+    program = tmp_path / "crontab"
+    program.write_text(CRONTAB)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(autostart, "_succeeds", lambda *_: False)
+    return tmp_path / "crontab.kept"
+
+
+def test_a_crontab_keeps_its_other_lines(kept: Path, home: Path) -> None:
+    made = autostart.autostart(home)
+    install(made)
+    assert kept.read_text() == f"{made.text}\n" and made.text.startswith("@reboot env FLIGHTDECK_HOME=")
+    kept.write_text("0 1 * * * backup\n" + kept.read_text())
+    install(made)
+    assert kept.read_text() == f"0 1 * * * backup\n{made.text}\n", "once"
+    uninstall(made)
+    assert kept.read_text() == "0 1 * * * backup\n"
+
+
+def test_a_crontab_that_cannot_be_read_is_not_taken_for_an_empty_one(kept: Path, home: Path) -> None:
+    kept.write_text("0 1 * * * backup\n")
+    kept.with_name("crontab.broken").touch()
+    with pytest.raises(StateError, match="permission denied"):
+        install(autostart.autostart(home))
+    assert kept.read_text() == "0 1 * * * backup\n"
+
+
+def test_an_agent_and_a_unit_leave_supervisors_alone_and_are_removed(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(autostart, "_run", lambda command, given="": commands.append(command))
+    monkeypatch.setattr(autostart, "_succeeds", lambda *_: True)
+    for platform, holds in (("darwin", "AbandonProcessGroup"), ("linux", "KillMode=process")):
+        monkeypatch.setattr(sys, "platform", platform)
+        made = autostart.autostart(home, tmp_path)
+        assert made.file is not None and holds in made.text
+        install(made)
+        assert made.file.read_text() == made.text
+        assert platform != "darwin" or plistlib.loads(made.text.encode())["RunAtLoad"] is True
+        uninstall(made)
+        uninstall(made)
+        assert not made.file.exists()
+    assert [command[:3] for command in commands][-1] == ("systemctl", "--user", "disable")
