@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.api.runs import RunsApi
 from engine.api.session import Session, stream
-from engine.checks.placement import addresses
+from engine.checks.placement import addresses, hub_names
 from engine.cluster.agent_client import THIS_MACHINE, value_of
 from engine.cluster.copies import Spreading, copies_of, hosts_among, pushed_folder
 from engine.cluster.probe_results import NodeCopies, RemovedCopy
@@ -20,6 +20,7 @@ from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, InputError, LaunchError, StateError
 from engine.models import NodeFacts
 from engine.protocol.manifest import HubName, hub_name
+from engine.queue.queue_files import queued_configs
 from engine.run.run_plan import read_plan
 from engine.security.audit import audit_log
 from engine.snapshots import CopyProgress
@@ -101,10 +102,8 @@ class ModelsApi:
         listed = [copy for copy in copies.copies if copy.name == getattr(asked, "name", None) or copy.path == name]
         if copies.problem or not listed:
             raise InputError(f"{node} has no {name}", why=copies.problem or "", todo="see `flightdeck models`")
-        for run in await asyncio.to_thread(self._users, target.ssh, [copy.path for copy in listed]):
-            raise InputError(
-                f"{name} is in use on {node}", why=f"the run {run} has not ended", todo="wait, or abort it"
-            )
+        for why in await asyncio.to_thread(self._users, target.ssh, asked, [copy.path for copy in listed]):
+            raise InputError(f"{name} is in use on {node}", why=why, todo="wait, or abort or cancel it")
         audit_log("models", "removed", {"name": name, "node": node}, home=self._session.home)
         request = {"repository": asked} if isinstance(asked, HubName) else {"folder": listed[0].path}
         report = await agent.probe("remove_copy", json.dumps(request), result_type=RemovedCopy, timeout_s=_REMOVE_S)
@@ -113,16 +112,15 @@ class ModelsApi:
             raise LaunchError(f"{name} could not be removed", where=node, why=removed.problem)
         return removed.bytes
 
-    def _users(self, ssh: str, paths: Sequence[str]) -> Sequence[str]:
-        """The runs that have not ended and read one of these folders on that host."""
-        using = []
+    def _users(self, ssh: str, asked: HubName | str, paths: Sequence[str]) -> Sequence[str]:
+        """Which runs that have not ended, and queued items, read it on that host. Raises StateError, InputError."""
+        configs = [("a queued item is to read it", config) for config in queued_configs(self._session.home)]
         for record in self._runs.all():
-            with contextlib.suppress(StateError):
-                if not record.state.ended:
-                    nodes = read_plan(self._runs.find(record.id).plan).config.nodes
-                    used = {path for node in nodes if node.ssh == ssh for path in (node.model, node.data)}
-                    using += [record.id] if used & {*paths} else []
-        return using
+            if not record.state.ended:
+                configs.append(
+                    (f"the run {record.id} has not ended", read_plan(self._runs.find(record.id).plan).config)
+                )
+        return [why for why, config in configs if _reads(config, ssh, asked, paths)]
 
     def _targets(self, config: Config, names: Sequence[str]) -> dict[str, NodeConfig]:
         """The hosts of these nodes, or all. Raises InputError."""
@@ -136,6 +134,14 @@ class ModelsApi:
         with contextlib.suppress(StateError):
             facts = self._session.store.last_facts(config.cluster.name)
         return Spreading(self._session.fleet, addresses(config, facts), report)
+
+
+def _reads(config: Config, ssh: str, asked: HubName | str, paths: Sequence[str]) -> bool:
+    """By its path, or by a name whose copy is still looked for."""
+    named = {(hub.kind, hub.name) for hub in hub_names(config).values()}
+    used = {path for node in config.nodes if node.ssh == ssh for path in (node.model, node.data)}
+    here = any(node.ssh == ssh for node in config.nodes)
+    return here and (not used.isdisjoint((asked, *paths)) or asked[:2] in named)
 
 
 def _hub(name: str, kind: str) -> HubName:
