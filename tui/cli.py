@@ -201,12 +201,12 @@ def _starting(commands: Commands) -> None:
     launch.add_argument("--strategy", choices=_STRATEGIES, help="in place of the job's")
     _layer_split(launch)
     launch.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
-    what = "stop it as `abort` does, saved and to be resumed, so long after its first attempt began: 30m, 8h, 2d"
     what = "put it into the queue: it starts when its nodes are free; a grid of --set is so many runs"
     launch.add_argument("--queue", action="store_true", help=what)
     launch.add_argument("--after", metavar="TIME", help='with --queue: not before "22:00", or "2026-12-01 22:00"')
     what = "with --queue: when it fails, hold all that waits"
     launch.add_argument("--stop-queue-on-failure", action="store_true", help=what)
+    what = "stop it as `abort` does, saved and to be resumed, so long after its first attempt began: 30m, 8h, 2d"
     launch.add_argument("--for", type=_duration, dest="for_s", metavar="TIME", help=what)
     _skip(launch)
     resume = _command(

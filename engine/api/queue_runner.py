@@ -58,6 +58,7 @@ class QueueRunner:
         self._engine = Engine(home)
         self._files = QueueFiles(home)
         self._notes: dict[int, str] = {}
+        self._noted = ""
         self._not_before: dict[int, float] = {}
         """Item → when it is tried again."""
         self._tries: dict[int, int] = {}
@@ -124,8 +125,10 @@ class QueueRunner:
         return self._files.change(lambda _: event)
 
     def _write_notes(self) -> None:
-        with contextlib.suppress(OSError):
-            write_atomic(self._files.notes, json.dumps(self._notes))
+        if (notes := json.dumps(self._notes)) != self._noted:
+            with contextlib.suppress(OSError):
+                write_atomic(self._files.notes, notes)
+                self._noted = notes
 
     async def _start(self, item: QueueItem) -> None:
         config = self._files.config(item.id)

@@ -177,7 +177,7 @@ def _characters(op: str, value: Any) -> frozenset[str]:
 
 
 def web_address_form(text: object) -> str | None:
-    address = re.fullmatch(r"env:[A-Za-z_]\w{0,99}|https?://[^\s/?#@]+([/?][!-~]*)?", str(text), re.ASCII)
+    address = re.fullmatch(r"env:[A-Za-z_]\w{0,99}|https?://[\w.-]+(:\d{1,5})?([/?][!-~]*)?", str(text), re.ASCII)
     return None if address else "an http:// or https:// address without user and password, or env:NAME"
 
 

@@ -81,9 +81,12 @@ def uninstall(made: Autostart) -> None:
     if made.file is None:
         _put_crontab(_other_lines(made))
     elif made.file.exists():
-        for command in made.to_uninstall:
-            _run(command)
-        made.file.unlink()
+        try:
+            for command in made.to_uninstall:
+                _run(command)
+        finally:
+            # Also of an agent that somebody has unloaded by hand.
+            made.file.unlink()
 
 
 def _other_lines(made: Autostart) -> list[str]:

@@ -4,6 +4,7 @@ started, 0600, since it has the job's environment. Whoever writes the journal ho
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,12 +29,14 @@ class QueueFiles:
         """Item → why it does not start, as that process has noticed."""
         self.runner_lock = self.folder / "runner.lock"
         self.runner_log = self.folder / "runner.log"
-        self._tail, self._queue = LineTail(self.journal), Queue()
+        self._tail, self._queue, self._reading = LineTail(self.journal), Queue(), threading.Lock()
 
     def read(self) -> Queue:
         """As it is now. Raises StateError."""
-        self._queue = fold(self._queue, self._new_events())
-        return self._queue
+        # The console reads it in one thread and changes it in another: no line may be folded into an older queue.
+        with self._reading:
+            self._queue = fold(self._queue, self._new_events())
+            return self._queue
 
     def _new_events(self) -> Iterator[QueueEvent]:
         for line in self._tail.lines():
@@ -46,8 +49,9 @@ class QueueFiles:
         try:
             make_private(self.folder)
             with write_lock(self.folder / "write.lock"):
-                if (event := make(self.read())) is not None:
-                    self._queue.check(event)
+                queue = self.read()
+                if (event := make(queue)) is not None:
+                    queue.check(event)
                     with contextlib.closing(LineFile(self.journal)) as file:
                         file.append(event.model_dump_json(exclude_none=True).encode(), sync=True)
                         if file.waits:

@@ -18,8 +18,9 @@ def queue(options: argparse.Namespace, engine: Engine) -> int:
     if options.action in ("install", "uninstall"):
         return _autostart(options, engine)
     if options.item is None or (options.action == "move") is (options.place is None):
-        usage = "flightdeck queue move ITEM PLACE" if options.action == "move" else f"queue {options.action} ITEM"
-        raise InputError(f"queue {options.action} needs its item", todo=usage)
+        place = " PLACE" if options.action == "move" else ""
+        usage = f"flightdeck queue {options.action} ITEM{place}"
+        raise InputError(f"queue {options.action} needs ITEM{place}", todo=usage)
     change = getattr(engine.queue, options.action)
     item: QueueItem = change(options.item, *([options.place] if options.action == "move" else []))
     if options.json:

@@ -44,6 +44,7 @@ apprise = ["env:CHAT"]
         ('on = ["ends"]', "notify.on[0]"),
         ('webhooks = [{ url = "ftp://host/" }]', "notify.webhooks[0][url]"),
         ('webhooks = [{ url = "https://ana:pw@host/" }]', "notify.webhooks[0][url]"),
+        ('webhooks = [{ url = "https://[abc/" }]', "notify.webhooks[0][url]"),
         ('webhooks = [{ url = "https://host/", token = "tk_secret" }]', "notify.webhooks[0][token]"),
         ('apprise = ["tgram://1/2"]', "notify.apprise[0]"),
         ("mail = true", "notify.mail"),

@@ -69,3 +69,20 @@ def test_an_agent_and_a_unit_leave_supervisors_alone_and_are_removed(
         uninstall(made)
         assert not made.file.exists()
     assert [command[:3] for command in commands][-1] == ("systemctl", "--user", "disable")
+
+
+def test_an_agent_that_somebody_has_unloaded_is_removed_all_the_same(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(command: tuple[str, ...], given: str = "") -> None:
+        raise StateError("`launchctl bootout` failed", why="No such process")
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    made = autostart.autostart(home, tmp_path)
+    assert made.file is not None
+    made.file.parent.mkdir(parents=True)
+    made.file.write_text(made.text)
+    monkeypatch.setattr(autostart, "_run", refuse)
+    with pytest.raises(StateError, match="No such process"):
+        uninstall(made)
+    assert not made.file.exists()
