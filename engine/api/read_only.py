@@ -16,7 +16,7 @@ _READS: Final[dict[str, Collection[str]]] = {
     "queue": ("snapshot",),
     "models": ("list",),
     "calibrations": ("latest", "latest_scaling", "predict"),
-    **dict.fromkeys(("results", "checks", "tasks", "chats", "environments", "setup", "models"), ()),
+    **dict.fromkeys(("results", "checks", "tasks", "chats", "environments", "setup"), ()),
 }
 """Each part's requests that change nothing but what is kept to read faster; all others are refused."""
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import tomllib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -26,7 +26,7 @@ from engine.config.draft import draft, find_job, find_yaml, is_beside, write_dra
 from engine.config.load import load_config
 from engine.config.models import Config, FineTuneType
 from engine.config.redraft import redraft
-from engine.errors import ConfigError, StateError, spans
+from engine.errors import spans
 from engine.models import FrozenModel
 from engine.plan.capacity import Capacity
 from engine.protocol.attempt import read_regular, write_atomic
@@ -114,10 +114,6 @@ class SetupApi:
         make_home(self._session.home)
         write_atomic(self._kept(target), choices.model_dump_json())
 
-    def forget(self, target: Path) -> None:
-        with contextlib.suppress(OSError):
-            self._kept(target).unlink()
-
     def _kept(self, target: Path) -> Path:
         digest = hashlib.sha256(str(target.absolute()).encode(errors="surrogateescape")).hexdigest()[:16]
         return self._session.home / f"setup-{digest}.json"
@@ -174,41 +170,25 @@ class SetupApi:
         folder, remote = target.absolute().parent, any(not candidate.host.here for candidate in candidates)
         push = remote and is_beside(choices.data, folder)
         if target.exists():
-            tables: dict[str, dict[str, object]] = {"job": choices.settings, "data": {"push": True} if push else {}}
-            return redraft(read_text(target, "a flightdeck.toml"), nodes, tables)
+            changes = choices.settings | ({"data.push": True} if push else {})
+            return redraft(read_text(target, "a flightdeck.toml"), nodes, changes)
         job = find_job(folder, remote=remote)
         push = job.push if choices.data is None else push
         return draft(nodes, cluster=folder.name, job=replace(job, settings=choices.settings, push=push))
 
     def config(self, target: Path, text: str) -> Config:
-        """The configuration of a text that is not written yet. Raises ConfigError, InputError, StateError."""
-        with self._beside(target, text) as (_, config):
-            return config
+        """The configuration of a text that is not written yet. Raises ConfigError."""
+        return load_config(target, text=text)
 
     def write(self, target: Path, text: str) -> Config:
         """Write the file, atomically, once its text is known to be sound; what it names was chosen here, and may run.
-        Raises ConfigError, InputError, StateError."""
-        with self._beside(target, text) as (file, config):
-            self._nodes.accept(config.digest)
-            try:
-                file.replace(target)
-            except OSError as error:
-                raise StateError("cannot be written", where=str(target), why=error) from error
-        self.forget(target)
-        return config.model_copy(update={"file": target.absolute()})
-
-    @contextlib.contextmanager
-    def _beside(self, target: Path, text: str) -> Iterator[tuple[Path, Config]]:
-        """The text in a file beside the other, where its paths mean the same."""
-        file = target.with_name(f".{target.name}.setup")
-        try:
-            write_draft(file, text, force=True)
-            yield file, load_config(file)
-        except ConfigError as error:
-            raise ConfigError([replace(fault, file=str(target)) for fault in error.faults]) from error
-        finally:
-            with contextlib.suppress(OSError):
-                file.unlink()
+        Raises ConfigError, StateError."""
+        config = self.config(target, text)
+        self._nodes.accept(config.digest)
+        write_draft(target.resolve(), text, force=True)
+        with contextlib.suppress(OSError):
+            self._kept(target).unlink()
+        return config
 
     def data_found(self, target: Path) -> list[str]:
         """Training data beside the file: mlx-lm's folders, and files of rows."""

@@ -64,10 +64,10 @@ def file_text(path: Path) -> str:
     return text if text.isprintable() and len(text) <= MAX_PATH_LENGTH else safe_repr(text)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of flightdeck.toml. Raises DocumentError."""
+def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
+    """The tables of flightdeck.toml, or of a `text` that is to be there. Raises DocumentError."""
     wanted = "a flightdeck.toml: name one with -c FILE, write one with `flightdeck init`, or try `flightdeck demo`"
-    text = read_text(path, wanted)
+    text = read_text(path, wanted) if text is None else text
     if (long := _LONG_KEY.search(text)) is not None:
         where = f"line {text.count(chr(10), 0, long.start()) + 1}"
         raise DocumentError(path, safe_repr(long[0]), f"keys of at most {_KEY_PARTS} parts", where)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 PYTHON_GUESS = "~/mlx/.venv/bin/python"
 """Where docs/quickstart.md creates it."""
+UNSURE: Final = ("NOT VERIFIED", "CHANGE ME")
+"""With these begin comments that hold no more once their key has another value."""
 MODEL_GUESS, DATA_GUESS = "~/models/Qwen3-0.6B", "~/data/my-dataset"
 SCHEMA: Final = Path(__file__).with_name("flightdeck.schema.json")
 """The JSON Schema for editors (`python -m tests.docs.generate`)."""
@@ -126,7 +129,8 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         try:
-            with replacing(path if force else temporary) as file:
+            mode = stat.S_IMODE(path.stat().st_mode) if force and path.exists() else 0o666
+            with replacing(path if force else temporary, mode) as file:
                 file.write(text.encode())
             if not force:
                 # Unlike a rename, this fails if the file was created in the meantime.
@@ -155,7 +159,7 @@ def _check(node: DraftNode) -> None:
 
 def node_lines(node: DraftNode, name: str) -> list[str]:
     lines = [_commented("[[node]]", node.about), _set("name", name), _set("ssh", node.ssh)]
-    doubt = f"NOT VERIFIED: {node.doubt or 'not probed'}" if node.python is None else ""
+    doubt = f"{UNSURE[0]}: {node.doubt or 'not probed'}" if node.python is None else ""
     lines.append(_set("python", node.python or PYTHON_GUESS, doubt))
     if node.ips:
         lines.append(_set("ips", list(node.ips)))
@@ -179,7 +183,7 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
         if value is not None:
             lines.append(_set(key, value, "" if key == "data" and job.push else "on every node"))
         elif not in_yaml:
-            lines.append(_set(key, guess, f"CHANGE ME: {what}"))
+            lines.append(_set(key, guess, f"{UNSURE[1]}: {what}"))
     if job.config is None:
         settings = {"fine_tune_type": "lora", "batch_size": usual_batch(ranks), "iters": 1000} | settings
     lines += [_set(key, value, _COMMENTS.get(key, "")) for key, value in settings.items()]

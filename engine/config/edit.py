@@ -15,7 +15,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from engine.config.documents import read_text
-from engine.config.draft import toml_value
+from engine.config.draft import UNSURE, toml_value
 from engine.config.faults import FileTable
 from engine.config.job_table import OWN_KEYS, PATH_KEYS
 from engine.config.load import read_document
@@ -36,7 +36,7 @@ _NODE_TABLES: Final = ("cluster", "node", "node_defaults")
 _FIXED_KEYS: Final = (*PATH_KEYS, "config", "framework", "command", "script", "elastic")
 """Settings of [job] that make it another one."""
 _TABLE = re.compile(r"\s*\[")
-_COMMENT = re.compile(r"(?:[^\"'#]|\"[^\"\\]*\"|'[^']*')*?(?P<comment>\s+#.*)")
+_COMMENT = re.compile(rf"(?:[^\"'#]|\"[^\"\\]*\"|'[^']*')*?(?P<comment>\s+#(?! *(?:{'|'.join(UNSURE)})).*)")
 
 
 def edited_settings(config: Config) -> dict[str, Any]:
@@ -149,19 +149,24 @@ def write_settings(config: Config, changes: Settings, *, backup: bool = False) -
         raise InputError(f"{', '.join(others)} cannot be written", todo=f"change it in {config.file}")
     path, before = _file_of(config)
     text, wanted = before.splitlines(), overridden(tomllib.loads(before), changes, path.parent)[0]
-    for key in changes:
-        *tables, name = path_of(key)
-        while len(tables) > 1 and not any(_header(".".join(tables)).fullmatch(line) for line in text):
-            name = tables.pop()
-        value = reduce(lambda table, part: table[part], [*tables, name], wanted)
-        _set(text, ".".join(tables), name, value)
-        if other := SAME_KEYS.get(name):
-            text[:] = [line for line in text if not re.match(rf"\s*{other}\s*=", line)]
+    set_keys(text, wanted, changes)
     missing = "into [job]: " + "; ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
     names = (f"{path.name}.bak{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
     kept = next(file for name in names if not (file := path.with_name(name)).exists())
     _write(path, text, wanted, missing, {kept: before} if backup else {})
     return kept if backup else None
+
+
+def set_keys(text: list[str], wanted: Mapping[str, Any], changes: Settings) -> None:
+    """Set the changed keys among the lines of a file, to what the `wanted` tables have."""
+    for key in changes:
+        *tables, name = path_of(key)
+        while len(tables) > 1 and not any(_header(".".join(tables)).fullmatch(line) for line in text):
+            name = tables.pop()
+        value = reduce(lambda table, part: table[part], [*tables, name], wanted)
+        set_key(text, ".".join(tables), name, value)
+        if other := SAME_KEYS.get(name):
+            text[:] = [line for line in text if not re.match(rf"\s*{other}\s*=", line)]
 
 
 def write_pythons(config: Config, pythons: Mapping[str, str]) -> Path:
@@ -171,7 +176,7 @@ def write_pythons(config: Config, pythons: Mapping[str, str]) -> Path:
     for rank, node in enumerate(wanted.get("node", ())):
         if (python := pythons.get(node.get("ssh", LOCAL))) is not None:
             node["python"], nodes = python, nodes + 1
-            _set(text, "node", "python", python, rank)
+            set_key(text, "node", "python", python, rank)
     missing = "into [[node]]: " + "; ".join(f"python = {toml_value(python)}" for python in pythons.values())
     _write(path, text, wanted if nodes else {}, missing)
     return path
@@ -209,7 +214,7 @@ def _header(table: str) -> re.Pattern[str]:
     return re.compile(rf"\s*\[{{1,2}}\s*{names}\s*\]{{1,2}}\s*(#.*)?")
 
 
-def _set(text: list[str], table: str, key: str, value: object, rank: int = 0) -> None:
+def set_key(text: list[str], table: str, key: str, value: object, rank: int = 0) -> None:
     """Set the key of [table], or of the [[table]] of this rank, among the lines of a file."""
     header, line = _header(table), f"{key} = {toml_value(value)}"
     if not any(map(header.fullmatch, text)):

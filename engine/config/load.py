@@ -174,10 +174,11 @@ _HINTS = {"nodes": "[[node]], one table per rank"}
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[\x21-\x7e]{1,1000}")
 
 
-def load_config(path: Path, overrides: Mapping[str, Any] = {}) -> Config:
-    """A file's configuration with other values of some keys. Raises ConfigError with all faults, and nothing else."""
+def load_config(path: Path, overrides: Mapping[str, Any] = {}, text: str | None = None) -> Config:
+    """A file's configuration with other values of some keys, or that of a `text` which is to be in it. Raises
+    ConfigError with all faults, and nothing else."""
     file, name = path.absolute(), file_text(path)
-    document, keys = overridden(read_toml(path), overrides, file.parent)
+    document, keys = overridden(read_toml(path, text), overrides, file.parent)
     try:
         loaded = read_document(FileTable(name, "", document), file.parent)
     except ConfigError as error:

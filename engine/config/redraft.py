@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from engine.config.draft import DraftNode, node_lines, toml_value, unique_names
-from engine.config.mlx_lm_keys import SAME_KEYS
+from engine.config.draft import DraftNode, node_lines, unique_names
+from engine.config.edit import set_key, set_keys
+from engine.config.overrides import Settings, overridden
 from engine.errors import InputError
 
 _SECTION = re.compile(r"^(?=[ \t]*\[)", re.MULTILINE)
 _NODE = re.compile(r"[ \t]*\[\[\s*node\s*\]\]")
 
 
-def redraft(before: str, nodes: Sequence[DraftNode], tables: Mapping[str, Mapping[str, object]]) -> str:
-    """`before` with these nodes as its ranks and these keys of its tables. A node that it has keeps its name, its other
+def redraft(before: str, nodes: Sequence[DraftNode], changes: Settings) -> str:
+    """`before` with these nodes as its ranks and these keys. A node that it has keeps its name, its other
     keys and its comments. Raises InputError for a text that is no TOML or has a form that is only for a person to
     change."""
     try:
         wanted: dict[str, Any] = tomllib.loads(before)
         sections = _SECTION.split(before if before.endswith("\n") else before + "\n")
-        text = _with_nodes(sections, wanted, nodes)
-        for name, settings in tables.items():
-            if settings:
-                text = _with_settings(text, wanted, name, settings)
+        lines = _with_nodes(sections, wanted, nodes).splitlines()
+        wanted, _ = overridden(wanted, changes, Path())
+        set_keys(lines, wanted, changes)
+        text = "\n".join(lines) + "\n"
         as_wanted = tomllib.loads(text) == wanted
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputError("the file cannot be changed", why=str(error), todo="correct it, or move it away") from error
@@ -48,8 +50,10 @@ def _with_nodes(sections: Sequence[str], wanted: dict[str, Any], nodes: Sequence
         else:
             keys = {"python": node.python, "ips": list(node.ips)}
             changed = {key: value for key, value in keys.items() if value}
+            lines = section.splitlines()
             for key, value in changed.items():
-                section = set_line(section, key, value)
+                set_key(lines, "node", key, value)
+            section = "\n".join(lines) + "\n"
             wanted["node"].append({**table, **changed})
         texts.append(section)
     at = next(
@@ -71,31 +75,3 @@ def _taken(present: list[tuple[dict[str, Any], str]], node: DraftNode) -> tuple[
             del present[place]
             return table.get("name"), table, section
     return None, {}, None
-
-
-def _with_settings(text: str, wanted: dict[str, Any], name: str, settings: Mapping[str, object]) -> str:
-    table = wanted.setdefault(name, {})
-    sections = _SECTION.split(text)
-    header = re.compile(rf"[ \t]*\[\s*{name}\s*\]")
-    place = next((place for place, section in enumerate(sections) if header.match(section)), None)
-    if place is None:
-        place = len(sections)
-        sections[-1] += "\n"
-        sections.append(f"[{name}]\n")
-    for key, value in settings.items():
-        if (other := SAME_KEYS.get(key)) in table:
-            del table[other]
-            sections[place] = re.sub(rf"(?m)^[ \t]*{other}[ \t]*=.*\n?", "", sections[place])
-        table[key] = value
-        sections[place] = set_line(sections[place], key, value)
-    return "".join(sections)
-
-
-def set_line(section: str, key: str, value: object) -> str:
-    """In place of the key's own line, which may have a comment about its former value, or below the header."""
-    line = f"{key} = {toml_value(value)}"
-    pattern = re.compile(rf"(?m)^[ \t]*{re.escape(key)}[ \t]*=.*$")
-    if pattern.search(section):
-        return pattern.sub(lambda _: line, section, count=1)
-    header, _, rest = section.partition("\n")
-    return f"{header}\n{line}\n{rest}"

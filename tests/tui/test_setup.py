@@ -88,6 +88,9 @@ async def test_it_is_left_and_taken_up_again_and_nodes_are_typed_and_ordered(fak
     async with opened(fake, config=None, size=SMALL) as console:
         await console.press("enter")
         await answered(console)
+        await console.press("t", *"no host", "enter")
+        await console.shows("'no host' is not a host")
+        assert screen(console).choices.typed == (), "it would be in the way of each later search"
         await console.press("t", *"gone", "enter")
         await console.until(lambda: "gone" in screen(console).candidates, "the typed host")
         await console.press("J")

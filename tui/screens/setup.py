@@ -98,15 +98,17 @@ class _Nodes(SetupStep):
 
     async def _search(self, typed: Sequence[str], *, others: bool = True) -> None:
         """Each answer is shown as it comes."""
-        setup, self._searching = self.setup, others
+        setup, self._searching = self.setup, self._searching or others
         search = self.client.each(lambda: self.engine.setup.candidates(typed, others=others))
-        async with aclosing(search) as candidates:
-            async for candidate in candidates:
-                setup.candidates[candidate.host.ssh] = candidate
-                self.rows = list(setup.candidates)
-                usual = tuple(host for host, one in setup.candidates.items() if one.usual)
-                setup.choose(**{} if self._touched else {"chosen": usual})
-        self._searching = self._searching and not others
+        try:
+            async with aclosing(search) as candidates:
+                async for candidate in candidates:
+                    setup.candidates[candidate.host.ssh] = candidate
+                    self.rows = list(setup.candidates)
+                    usual = tuple(host for host, one in setup.candidates.items() if one.usual)
+                    setup.choose(**{} if self._touched else {"chosen": usual})
+        finally:
+            self._searching = self._searching and not others
 
     def _lacking(self, what: str) -> list[NodeCandidate]:
         return [node for node in self.setup.nodes if node.answer is not None and getattr(node.answer, what)]
@@ -151,15 +153,20 @@ class _Nodes(SetupStep):
     def take(self, text: str) -> bool:
         self.setup.ask_no_more()
         if text:
-            self._touched, choices = True, self.setup.choices
-            chosen, typed = (tuple(dict.fromkeys([*hosts, text])) for hosts in (choices.chosen or (), choices.typed))
-            self.setup.choose(chosen=chosen, typed=typed)
-            self.setup.work(partial(self._search, [text], others=False), f"typed {text}")
+            # What is no host must not be kept.
+            with self.setup.refusals():
+                api.hosts_from_names([text])
+                self._touched, choices = True, self.setup.choices
+                both = (choices.chosen or (), choices.typed)
+                chosen, typed = (tuple(dict.fromkeys([*hosts, text])) for hosts in both)
+                self.setup.choose(chosen=chosen, typed=typed)
+                self.setup.work(partial(self._search, [text], others=False), f"typed {text}")
         return True
 
     async def leave(self) -> str | None:
-        nodes = self.setup.nodes
-        waiting = ", ".join(node.host.name for node in nodes if node.answer is None)
+        nodes, candidates = self.setup.nodes, self.setup.candidates
+        absent = [host for host in self.setup.choices.chosen or () if host not in candidates] if self._searching else []
+        waiting = ", ".join([*(node.host.name for node in nodes if node.answer is None), *absent])
         if not nodes or waiting:
             return f"no answer yet: {waiting}" if waiting else "take at least one: space, or t to type one"
         for what, why in (("host_key", "compare the host keys, then y accepts them"), ("login", "c runs ssh-copy-id")):
@@ -214,9 +221,10 @@ class _Pythons(SetupStep):
 
     async def _plan(self) -> None:
         config = await self.setup.config()
-        nodes = zip(config.nodes, self.setup.nodes, strict=True)
-        names = [node.name for node, one in nodes if one.answer is not None and one.answer.lacks_mlx]
-        self._plans = await self.client.call(lambda: self.engine.environments.plan(config, names))
+        lacking = {one.host.ssh for one in self.setup.nodes if one.answer is not None and one.answer.lacks_mlx}
+        # One for all processes of a node.
+        names = {node.ssh: node.name for node in config.nodes if node.ssh in lacking}
+        self._plans = await self.client.call(lambda: self.engine.environments.plan(config, list(names.values())))
         self._texts = {plan.node: plan.describe() for plan in self._plans}
 
     def press(self, key: str) -> bool:
@@ -235,7 +243,7 @@ class _Pythons(SetupStep):
         if not failed:
             for plan in self._plans:
                 self.setup.candidates[plan.ssh] = self.setup.candidates[plan.ssh].with_python(plan.python)
-        return "not all were made: enter tries again, and goes on with what is there" if failed else None
+        return "not all were made: enter tries again, s goes on with what is there" if failed else None
 
     def draw(self, width: int) -> list[Content]:
         return [pair(node[:13], text, width) for node, text in self._texts.items()]
@@ -348,7 +356,7 @@ class _Method(SetupStep):
         choices = self.setup.choices
         self.cursor = self.rows.index(choices.fine_tune_type or "lora")
         batch = choices.batch_size or api.usual_batch(len(self.setup.nodes))
-        self.setup.choose(batch_size=batch, iters=choices.iters or 1000)
+        self.setup.choose(batch_size=batch)
         self.moved()
         self.setup.work(self._fit, "fit")
 
@@ -469,14 +477,14 @@ class Setup(ModalScreen[Path]):
         """Do it beside the keys, in place of what goes on in its group; a refusal is said."""
 
         async def run() -> None:
-            with self._refusals():
+            with self.refusals():
                 await work()
 
         # No coroutine, which a newer one would cancel before it has begun.
         self.run_worker(run, group=group, exclusive=True)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
+    def refusals(self) -> Iterator[None]:
         try:
             yield
         except ENGINE_ERRORS as error:
@@ -542,7 +550,7 @@ class Setup(ModalScreen[Path]):
 
     async def _next(self) -> None:
         try:
-            with self._refusals():
+            with self.refusals():
                 self.say("")
                 if (why := await self.step.leave()) is not None:
                     self.say(why)
@@ -579,5 +587,5 @@ class Setup(ModalScreen[Path]):
 
     async def _keep(self) -> None:
         self.choices = self.choices.model_copy(update={"step": self._at})
-        with self._refusals():
+        with self.refusals():
             await asyncio.to_thread(self.engine.setup.keep, self.target, self.choices)

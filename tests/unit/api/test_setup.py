@@ -57,12 +57,14 @@ def test_a_file_with_faults_is_not_written_and_its_own_name_is_in_them(engine: E
     target = tmp_path / "flightdeck.toml"
     target.write_text('[[node]]\nssh = "ana@ultra.local"\npython = "~/p"\n[job]\nmodel = "~/m"\ndata = "~/d"\n')
     before = target.read_text()
+    target.chmod(0o600)
     changed = engine.setup.text(target, SetupChoices(model="~bob/m"), [ULTRA])
     with pytest.raises(ConfigError, match=rf"{target}: job.model"):
         engine.setup.write(target, changed)
     assert target.read_text() == before
     engine.setup.write(target, engine.setup.text(target, SetupChoices(iters=7), [ULTRA]))
     assert tomllib.loads(target.read_text())["job"] == {"model": "~/m", "data": "~/d", "iters": 7}
+    assert target.stat().st_mode & 0o777 == 0o600
 
 
 def test_hosts_come_when_they_are_found_and_again_with_their_answer(

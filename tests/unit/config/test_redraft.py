@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from engine.config.draft import DraftNode
+from engine.config.draft import DraftNode, draft
 from engine.config.redraft import redraft
 from engine.errors import InputError
 
@@ -40,7 +40,7 @@ max_restarts = 1  # once
 
 
 def test_nodes_keep_their_names_and_keys_and_other_tables_and_comments_stay() -> None:
-    after = redraft(BEFORE, [MAX, ULTRA], {"job": {"model": "~/other", "iters": 50}, "data": {"valid": 0.1}})
+    after = redraft(BEFORE, [MAX, ULTRA], {"model": "~/other", "iters": 50, "data.valid": 0.1})
     document = tomllib.loads(after)
     assert document["node"] == [
         {"name": "max", "ssh": "max.local", "python": "~/mlx/bin/python"},
@@ -53,13 +53,20 @@ def test_nodes_keep_their_names_and_keys_and_other_tables_and_comments_stay() ->
     assert "gone.local" not in after and "NOT VERIFIED" not in after
 
 
+def test_a_guess_that_was_replaced_is_no_longer_said_to_be_one() -> None:
+    guessed = draft([DraftNode("ultra", "ana@ultra.local")])
+    assert guessed.count("NOT VERIFIED") == 1 and guessed.count("CHANGE ME") == 2
+    after = redraft(guessed, [ULTRA], {"model": "~/m", "data": "~/d"})
+    assert "NOT VERIFIED" not in after and "CHANGE ME" not in after
+
+
 def test_the_same_again_changes_nothing() -> None:
-    once = redraft(BEFORE, [MAX, ULTRA], {"job": {"iters": 50}})
-    assert redraft(once, [MAX, ULTRA], {"job": {"iters": 50}}) == once
+    once = redraft(BEFORE, [MAX, ULTRA], {"iters": 50})
+    assert redraft(once, [MAX, ULTRA], {"iters": 50}) == once
 
 
 def test_two_ranks_of_one_host_and_a_file_without_nodes_or_job() -> None:
-    twice = redraft('[cluster]\nname = "a"', [ULTRA, ULTRA], {"job": {"iters": 5}})
+    twice = redraft('[cluster]\nname = "a"', [ULTRA, ULTRA], {"iters": 5})
     assert [node["name"] for node in tomllib.loads(twice)["node"]] == ["ultra", "ultra-2"]
     assert len(tomllib.loads(redraft(twice, [ULTRA], {}))["node"]) == 1
 
@@ -67,4 +74,4 @@ def test_two_ranks_of_one_host_and_a_file_without_nodes_or_job() -> None:
 @pytest.mark.parametrize("text", ["a = [", "node = 3", "job = { iters = 3 }\n", '["node"]'])
 def test_a_form_that_is_only_for_a_person_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="the file cannot be changed"):
-        redraft(text, [ULTRA], {"job": {"iters": 5}})
+        redraft(text, [ULTRA], {"iters": 5})
