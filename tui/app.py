@@ -695,7 +695,7 @@ class FlightDeckApp(App[None]):
             screen = Choices("configurations", self.state, text_width(self.size.width), choices)
             self.push_screen(screen, lambda key: self.poller.read_file(files[key].path) if key is not None else None)
         else:
-            self.say(f"no configuration in {folder}: `flightdeck init` writes one")
+            self.say(f"no configuration in {folder}: i writes one")
 
     def do_setup(self) -> None:
         """A key that comes before the engine waits for it."""

@@ -151,14 +151,8 @@ class SetupApi:
         files = f'"{self._session.home / OWN_KNOWN_HOSTS}" ~/.ssh/known_hosts'
         options = ["-o", f"UserKnownHostsFile={files}", "-o", "StrictHostKeyChecking=yes"]
         options += ["-p", str(target.port)] * (target.port is not None)
-        return [
-            "/bin/sh",
-            "-c",
-            _COPY_ID,
-            "sh",
-            *options,
-            f"{target.user}@{target.host}" if target.user else target.host,
-        ]
+        where = f"{target.user}@{target.host}" if target.user else target.host
+        return ["/bin/sh", "-c", _COPY_ID, "sh", *options, where]
 
     def text(self, target: Path, choices: SetupChoices, candidates: Sequence[NodeCandidate]) -> str:
         """The file's text, of the candidates as its nodes in rank order: a new one, or the one that is there with these

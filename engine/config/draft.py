@@ -67,6 +67,12 @@ class DraftJob:
     settings: Mapping[str, object] = field(default_factory=dict)
     """Keys of [job] that were chosen."""
 
+    @property
+    def missing(self) -> list[str]:
+        """Keys of [job] for which a placeholder stands."""
+        there = {"model": self.has_model, "data": self.data or self.has_data, **self.settings}
+        return [key for key, given in there.items() if not given]
+
 
 _NOTHING_KNOWN = DraftJob()
 
@@ -95,11 +101,7 @@ def draft(
         lines += ["", *node_lines(node, name)]
     lines += ["", *_job(job, len(nodes))]
     if job.push:
-        lines += [
-            "",
-            "[data]",
-            _set("push", True, "this machine's data goes to the nodes at each launch, what changed"),
-        ]
+        lines += ["", "[data]", _set("push", True, "at each launch the nodes are sent what has changed")]
     return "\n".join(lines) + "\n"
 
 

@@ -138,9 +138,12 @@ def test_at_a_terminal_a_person_chooses(folder: Path, monkeypatch: pytest.Monkey
         terminal.press(b"~/m\r")
         terminal.read_until(b"data (")
         terminal.press(b"\r")
+        for answer in (b"qlora\r", b"dora\r"):
+            terminal.read_until(b"method (")
+            terminal.press(answer)
         assert terminal.wait() == 0
     config = load_config(folder / "flightdeck.toml")
-    assert (len(config.nodes), config.job.model) == (1, "~/m")
+    assert (len(config.nodes), config.job.model, config.job.fine_tune_type) == (1, "~/m", "dora")
     (folder / "flightdeck.toml").unlink()
     for leave, code in ((b"\r", 2), (b"\x04", 2), (None, 130)):
         with Terminal([FLIGHTDECK, "init", "--from-ssh-config"], env=env) as terminal:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import re
 import sys
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from tui.formatting import table
 
 _RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 _STDOUT = Path("-")
+_METHODS = ("lora", "dora", "full")
 
 
 def init(options: argparse.Namespace, engine: Engine) -> int:
@@ -117,12 +117,7 @@ def _ask_which(hosts: Sequence[FoundHost], progress: Lines) -> list[FoundHost]:
     """The hosts that a person chooses; repeats until the answer is valid."""
     progress.say(_list(hosts))
     while True:
-        try:
-            progress.stream.write("which, in rank order (as 1 3-4, or all; empty: none)? ")
-            progress.stream.flush()
-            answer = input()
-        except EOFError:
-            return []
+        answer = _typed("which, in rank order (as 1 3-4, or all; empty: none)? ", progress)
         numbers = chosen_numbers(answer, len(hosts))
         if numbers is not None:
             return [hosts[number - 1] for number in numbers]
@@ -146,15 +141,24 @@ def chosen_numbers(answer: str, count: int) -> list[int] | None:
 
 
 def _settings(options: argparse.Namespace, job: DraftJob, progress: Lines, *, asks: bool) -> dict[str, Any]:
-    """Keys of [job], by options; a person is asked for a model and data that nothing else names."""
+    """Keys of [job], by options; a person is asked for a model, data and a method that nothing else names."""
     given = {"model": options.model, "data": options.data, "fine_tune_type": options.method, "iters": options.iters}
-    there = {"model": job.has_model, "data": job.data or job.has_data}
-    for key in [key for key in there if asks and not options.yes and not given[key] and not there[key]]:
-        progress.stream.write(f"{key} (a folder on the nodes, or its name; empty: later)? ")
-        progress.stream.flush()
-        with contextlib.suppress(EOFError):
-            given[key] = input().strip()
+    if asks and not options.yes:
+        for key in [key for key in job.missing if not given[key]]:
+            given[key] = _typed(f"{key} (a folder on the nodes, or its name; empty: later)? ", progress)
+        while job.config is None and given["fine_tune_type"] not in ("", *_METHODS):
+            given["fine_tune_type"] = _typed(f"method ({', '.join(_METHODS)}; empty: {_METHODS[0]})? ", progress)
     return {key: value for key, value in given.items() if value}
+
+
+def _typed(question: str, progress: Lines) -> str:
+    """Empty at the end of the input."""
+    progress.stream.write(question)
+    progress.stream.flush()
+    try:
+        return input().strip()
+    except EOFError:
+        return ""
 
 
 async def _make(
@@ -222,10 +226,8 @@ def _say_next(
         lines.say(f"  flightdeck nodes{named}       accept these host keys, compared on each machine itself:")
         for node, key in unknown:
             lines.say(f"      {node.ssh}  {key.fingerprint}")
-    there = {"model": job.has_model, "data": job.data or job.has_data, **job.settings}
-    missing = [key for key, given in there.items() if not given]
-    if missing:
-        lines.say(f"  edit {target}: [job] {' and '.join(missing)}")
+    if job.missing:
+        lines.say(f"  edit {target}: [job] {' and '.join(job.missing)}")
     if not unknown:
         lines.say(f"  flightdeck nodes{named}       facts, versions, links")
     lines.say(f"  flightdeck preflight{named}   everything that a launch needs")
