@@ -52,7 +52,7 @@ async def test_what_is_not_there_is_offered_to_be_brought(config: Config, tmp_pa
     async with Fleet(tmp_path / "home") as fleet, CheckContext(config, fleet) as context:
         checked = await check_model(context)
     assert checked.status is CheckStatus.FAIL
-    assert checked.summary == "here has no whole copy of the model: a launch brings it there"
+    assert checked.summary == "here has no whole copy of org/tiny: a launch brings it there"
     assert (checked.fix_command or "").startswith("flightdeck models push org/tiny")
 
 
