@@ -124,8 +124,12 @@ class _Nodes(SetupStep):
         elif key in ("K", "J") and host in chosen:
             at = chosen.index(host)
             chosen.insert(max(0, at + (1 if key == "J" else -1)), chosen.pop(at))
-        elif key in ("y", "c") and (lacking := self._lacking("host_key" if key == "y" else "login")):
-            self.setup.work(partial(self._let_in, [one for one in lacking if one.host.ssh in self._shown]), "keys")
+        elif key in ("y", "c"):
+            lacking = self._lacking("host_key" if key == "y" else "login")
+            if shown := [one for one in lacking if one.host.ssh in self._shown]:
+                self.setup.work(partial(self._let_in, shown), "keys")
+            elif lacking:
+                self.setup.say(f"scroll to {lacking[0].host.name} first: what is accepted must be on the screen")
             return True
         elif key == "t":
             self.setup.ask("[user@]host[:port]")
@@ -353,7 +357,8 @@ class _Method(SetupStep):
         self._fits: dict[str, Capacity] = {}
 
     def open(self) -> None:
-        choices = self.setup.choices
+        # Another model, or other nodes, may have been chosen meanwhile.
+        self._fits, choices = {}, self.setup.choices
         self.cursor = self.rows.index(choices.fine_tune_type or "lora")
         batch = choices.batch_size or api.usual_batch(len(self.setup.nodes))
         self.setup.choose(batch_size=batch)
