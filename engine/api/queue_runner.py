@@ -28,7 +28,6 @@ from engine.notify.channels import queue_empty
 from engine.protocol.attempt import write_atomic
 from engine.queue.items import (
     ItemEnded,
-    ItemHeld,
     ItemLaunching,
     ItemStarted,
     Queue,
@@ -115,7 +114,6 @@ class QueueRunner:
             if final and item.state != "started":
                 self._record(ItemEnded(id=item.id, outcome=RunState.FAILED, why=self._notes.pop(item.id)))
                 self._files.config_file(item.id).unlink(missing_ok=True)
-                self._after_failure(item)
 
     def _wait(self, item: QueueItem, why: str) -> None:
         self._notes[item.id] = why
@@ -137,9 +135,15 @@ class QueueRunner:
         if (why := await self._occupied(item, config)) is not None:
             self._wait(item, why)
             return
-        run = run_id(config.job.name, datetime.now(UTC))
-        queue = await asyncio.to_thread(self._record, ItemLaunching(id=item.id, run=run))
-        await self._follow(queue.item(item.id))
+        launching = ItemLaunching(id=item.id, run=run_id(config.job.name, datetime.now(UTC)))
+
+        def launch(queue: Queue) -> QueueEvent | None:
+            # A person may have held or cancelled it meanwhile.
+            return launching if queue.item(item.id).state == "waiting" else None
+
+        begun = (await asyncio.to_thread(self._files.change, launch)).item(item.id)
+        if begun.state == "launching":
+            await self._follow(begun)
 
     async def _occupied(self, item: QueueItem, config: Config) -> str | None:
         """Which of the other machines has processes of a run of another head, or has not told."""
@@ -183,15 +187,7 @@ class QueueRunner:
         if not self._engine.runs.directory(run).path.exists():
             self._record(ItemEnded(id=item.id, why="its run was deleted"))
         elif (record := self._engine.runs.record(run)).state.ended:
-            queue = self._record(ItemEnded(id=item.id, outcome=record.state, reason=record.reason))
-            self._after_failure(queue.item(item.id))
-
-    def _after_failure(self, item: QueueItem) -> None:
-        queue = self._files.read()
-        if queue.item(item.id).failed and item.stop_on_failure:
-            for other in queue.items:
-                if other.state == "waiting":
-                    self._record(ItemHeld(id=other.id, why=f"item {item.id} ({item.name}) failed"))
+            self._record(ItemEnded(id=item.id, outcome=record.state, reason=record.reason))
 
     def _leave(self) -> bool:
         """Recorded together with the end of this process, so that whoever adds an item meanwhile starts another."""

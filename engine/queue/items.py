@@ -172,7 +172,17 @@ def _advance(queue: Queue, event: QueueEvent) -> Queue:
         case _:
             changes = {"state": event.event}
     items = [item.model_copy(update=changes) if item.id == event.id else item for item in queue.items]
+    if isinstance(event, ItemEnded):
+        items = _held_after(next(item for item in items if item.id == event.id), items)
     return Queue(tuple(items), queue.told_empty and not isinstance(event, ItemReleased))
+
+
+def _held_after(ended: QueueItem, items: list[QueueItem]) -> list[QueueItem]:
+    """With the event itself, so that no death of the queue's process comes in between."""
+    if not (ended.failed and ended.stop_on_failure):
+        return items
+    held = {"state": "held", "why": f"item {ended.id} ({ended.name}) failed"}
+    return [item.model_copy(update=held) if item.state == "waiting" else item for item in items]
 
 
 def _moved(queue: Queue, event: ItemMoved) -> tuple[QueueItem, ...]:

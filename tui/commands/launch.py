@@ -55,7 +55,7 @@ def launch(options: argparse.Namespace, engine: Engine) -> int:
         todo = "add --queue, which starts one after the other; `flightdeck plan` shows them"
         raise InputError(f"--set asks for {len(configs)} runs", todo=todo)
     if users := engine.queue.users(configs[0]):
-        what = f"{', '.join(users)} uses the same nodes: they share them; --queue waits for its end"
+        what = f"in use on the same nodes: {', '.join(users)}; this run shares them, with --queue it waits"
         progress_lines(options).say(what)
     return _launch(options, engine, configs[0])
 

@@ -201,6 +201,19 @@ async def test_a_failure_holds_what_waits_only_where_that_is_wished(head: Head) 
     assert head.started == ["a1", "a2"]
 
 
+async def test_one_that_is_held_while_its_machine_is_asked_does_not_start(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def probe(*_: object, **__: object) -> OccupiedReport:
+        Engine(head.home).queue.hold(1)
+        return OccupiedReport(nonces=[])
+
+    head.add("a1", ssh="ana.test")
+    monkeypatch.setattr("engine.cluster.transport.fleet.Fleet.agent", lambda *_: SimpleNamespace(probe=probe))
+    await head.turn()
+    assert (head.started, head.states()) == ([], ["held"])
+
+
 async def test_an_item_that_is_broken_does_not_stop_the_others(head: Head) -> None:
     head.add("a1", "a2")
     head.files.config_file(1).write_text("{}")
