@@ -97,7 +97,9 @@ set -e
 umask 077
 exec 2>&1
 target=$1 python=$2 uv=$3 listed=$4 wheels=$5 list=$6
-trap 'rm -rf "$listed"' EXIT
+# An index may have a password: from here on it is in no file, however this ends.
+lines=$(cat "$listed/requirements.txt")
+rm -rf "$listed"
 set --
 if [ "$wheels" ]; then
   # Nothing but the wheels counts, whatever the user has set for pip and uv.
@@ -109,11 +111,11 @@ if [ ! -f "$target/{_MARKER}" ]; then
   rm -rf "$target"
   if [ "$uv" ]; then
     "$uv" venv --quiet --python "$python" "$target"
-    "$uv" pip install --python "$target/bin/python" "$@" -r "$listed/requirements.txt"
+    printf '%s\\n' "$lines" | "$uv" pip install --python "$target/bin/python" "$@" -r -
   else
     "$python" -m venv "$target"
     set -- --no-input --disable-pip-version-check --progress-bar off "$@"
-    "$target/bin/python" -m pip install "$@" -r "$listed/requirements.txt"
+    printf '%s\\n' "$lines" | "$target/bin/python" -m pip install "$@" -r /dev/stdin
   fi
   "$target/bin/python" -I -c "$list" "$target" > "$target/{_MARKER}.part"
   mv "$target/{_MARKER}.part" "$target/{_MARKER}"

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.errors import ConfigFault, did_you_mean
 from engine.security.identifiers import IDENTIFIER_FORM, is_identifier, safe_repr
+from engine.security.redact import Redactor
 
 UNKNOWN_LIMIT = 20
 """Unknown keys of a table that are reported individually; the rest are only counted."""
@@ -95,7 +96,8 @@ class FileTable(dict[Any, Any]):
             for problem in error.errors(include_url=False):
                 first, *inner = problem["loc"]
                 key = key_text(first) + "".join(f"[{key_text(part)}]" for part in inner)
-                value = _NOT_SET if problem["type"] == "missing" else safe_repr(problem["input"])
+                # Before it is cut, after which a password may have no form.
+                value = safe_repr(Redactor().document(problem["input"])) if problem["type"] != "missing" else _NOT_SET
                 self.faults.append(ConfigFault(self.file, f"{self.name}.{key}", value, accepted_form(problem)))
             return None
 

@@ -17,6 +17,7 @@ from engine.protocol.metric_patterns import LONGEST_LINE, LONGEST_NUMBER, LOSSES
 from engine.protocol.partition import parse_split
 from engine.security.identifiers import LOCAL, SSH_TARGET_FORM, SshTarget
 from engine.security.paths import path_fault
+from engine.security.redact import redact
 
 ON_NODE = "a path on the node: absolute, or below the home directory of its user (~/…)"
 _OTHER_NAMES = frozenset({"localhost", "::1", "ip6-localhost"})
@@ -179,6 +180,14 @@ def _characters(op: str, value: Any) -> frozenset[str]:
 def web_address_form(text: object) -> str | None:
     address = re.fullmatch(r"env:[A-Za-z_]\w{0,99}|https?://[\w.-]+(:\d{1,5})?([/?][!-~]*)?", str(text), re.ASCII)
     return None if address else "an http:// or https:// address without user and password, or env:NAME"
+
+
+def listed_requirements_form(value: object) -> str | None:
+    """As `requirements_form`; the list is kept with each run, and must have no password."""
+    lines = value if isinstance(value, list | tuple) else ()
+    if any("://" in str(line) and redact(str(line)) != str(line) for line in lines):
+        return "a requirements file's path, as a line has a user or password, and the list is kept with each run"
+    return requirements_form(value)
 
 
 def requirements_form(value: object) -> str | None:

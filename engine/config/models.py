@@ -392,7 +392,9 @@ class NotifyConfig(_Section):
 class EnvironmentConfig(_Section):
     """The python environment that `flightdeck environments make` makes on nodes. The whole table may be left out."""
 
-    requirements: Annotated[tuple[str, ...] | str | None, BeforeValidator(accepts(formats.requirements_form))] = None
+    requirements: Annotated[
+        tuple[str, ...] | str | None, BeforeValidator(accepts(formats.listed_requirements_form))
+    ] = None
     """Its packages: a list as in `["mlx==0.32.1", "mlx-lm"]`, or a requirements file on this machine. The lines are
     requirements by name, `--index-url` or `--extra-index-url`. Default: mlx and mlx-lm with all that they need, in the
     versions of this machine; required for framework `torch`."""

@@ -141,3 +141,18 @@ def test_pythons_are_written_where_they_are_and_all_else_stays(tmp_path: Path) -
     path.write_text('node = [{name = "a"}]\n[job]\ncommand = ["true"]\n')
     with pytest.raises(InputError, match="unusual form"):
         write_pythons(load_config(path), {"127.0.0.1": "/new/python"})
+
+
+def test_a_password_is_refused_in_the_list_and_taken_from_a_file(tmp_path: Path) -> None:
+    lines = ["--index-url https://ana:hunter22@index.local/simple", "tiny @ https://hunter22@index.local/tiny.whl"]
+    for line in lines:
+        with pytest.raises(
+            ConfigError, match="a requirements file's path, as a line has a user or password"
+        ) as refused:
+            config(tmp_path, f'requirements = ["{line}"]')
+        assert "hunter22" not in str(refused.value)
+    (tmp_path / "requirements.txt").write_text("\n".join(lines))
+    of_file = config(tmp_path, 'requirements = "requirements.txt"')
+    assert given_requirements(of_file) == lines and "hunter22" not in of_file.model_dump_json()
+    public = "--index-url https://index.local/simple"
+    assert config(tmp_path, f'requirements = ["{public}"]').environment.requirements == (public,)
