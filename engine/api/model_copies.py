@@ -139,9 +139,12 @@ class ModelsApi:
 def _reads(config: Config, ssh: str, asked: HubName | str, paths: Sequence[str]) -> bool:
     """By its path, or by a name whose copy is still looked for."""
     named = {(hub.kind, hub.name) for hub in hub_names(config).values()}
-    used = {path for node in config.nodes if node.ssh == ssh for path in (node.model, node.data)}
+    used = {(path or "").rstrip("/") for node in config.nodes if node.ssh == ssh for path in (node.model, node.data)}
+    # The node tells whole paths, and its home is not known here.
+    below_home = tuple(path[1:] for path in used if path.startswith("~/"))
     here = any(node.ssh == ssh for node in config.nodes)
-    return here and (not used.isdisjoint((asked, *paths)) or asked[:2] in named)
+    in_use = not used.isdisjoint((asked, *paths)) or any(path.endswith(below_home) for path in paths)
+    return here and (in_use or asked[:2] in named)
 
 
 def _hub(name: str, kind: str) -> HubName:

@@ -45,3 +45,11 @@ async def test_what_a_queued_item_names_or_reads_is_kept_and_anything_else_remov
         freed = await engine.models.remove(config(tmp_path, "org/tiny"), "org/tiny", "here")
     assert freed >= sum(map(len, llama_files().values()))
     assert not snapshot.exists()
+
+
+@pytest.mark.parametrize(("path", "kept"), [("/home/ana/models/x", True), ("/home/ana/models/y", False)])
+def test_a_folder_that_a_run_names_below_the_nodes_home_is_in_use(tmp_path: Path, path: str, kept: bool) -> None:
+    toml = '[[node]]\nname = "ana"\nssh = "ana"\npython = "/p"\n[job]\nmodel = "~/models/x/"\ndata = "~/data"\n'
+    (file := tmp_path / "flightdeck.toml").write_text(toml)
+    assert model_copies._reads(load_config(file), "ana", path, [path]) == kept
+    assert not model_copies._reads(load_config(file), "bea", path, [path])
