@@ -441,7 +441,8 @@ def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence |
     asked = evidence.kind.survivors_keep_state and hang.iteration > 0
     # Who has done its work while the attempt was ended might have hung as well.
     alone = unresponsive == stayed and not any(rank.outlived for rank in evidence.ranks if rank not in stayed)
-    if len(unresponsive) == 1 < len(evidence.ranks) and (asked or alone):
+    # Whose keeper was killed meanwhile left no word of whether it answered.
+    if len(unresponsive) == 1 < len(evidence.ranks) and (asked or alone) and not unresponsive[0].vanished:
         (rank,) = unresponsive
         return rank, f"rank {rank.rank} on {rank.node} did not answer when the others left"
     return None, "which rank stalled first is not known"

@@ -238,6 +238,10 @@ HISTORIES = {
         '{"kind":"torch","iterations":6,"period_s":1.0,"every":0,"min_nodes":1,"unattended":true,"faults":'
         '[["disk_full",4.14,0,180.0],["node_sleeps",5.57,1,400.0],["head_killed_at_effect",56,0,70.0]]}'
     ),
+    "a rank whose keeper was killed while a hang was ended is not the one that stalled": (
+        '{"seed":145439209,"nodes":4,"local":false,"period_s":0.2,"every":3,"recovery":1,"faults":'
+        '[["disk_stalled",6.89,4,30.0],["keeper_killed",25.04,5,12.0]]}'
+    ),
 }
 
 

@@ -618,6 +618,13 @@ def test_a_hang_names_nobody_who_was_ended_while_another_left_after_it_was_told_
     assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
 
 
+def test_a_hang_names_nobody_whose_keeper_was_killed_while_it_was_ended() -> None:
+    left = [rank(number, 5, left_for_peers=True) for number in (0, 2)]
+    gone = rank(1, None, record=None, vanished=True)
+    verdict = verdict_on(evidence(left[0], gone, left[1], trigger=Trigger.HUNG, hang=HANG))
+    assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
+
+
 def test_a_hang_names_nobody_who_was_ended_while_another_left_unasked() -> None:
     """A program of the user's own, like ranks with parts of the state, is not asked to save and leave."""
     left, ended = rank(0, 1, tail=LOST), rank(1, sig=15, stopped_by="end")
