@@ -620,7 +620,7 @@ def test_a_hang_names_nobody_who_was_ended_while_another_left_after_it_was_told_
 
 def test_a_hang_names_nobody_whose_keeper_was_killed_while_it_was_ended() -> None:
     left = [rank(number, 5, left_for_peers=True) for number in (0, 2)]
-    gone = rank(1, None, record=None, vanished=True)
+    gone = RankEvidence(1, NODES[1], "/py", started=True, vanished=True, outlived=True)
     verdict = verdict_on(evidence(left[0], gone, left[1], trigger=Trigger.HUNG, hang=HANG))
     assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
 
