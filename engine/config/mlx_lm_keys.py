@@ -253,7 +253,7 @@ FORMER_KEYS = {
     "use_dora": 'fine_tune_type = "dora", or "lora" for false',
     "train_type": "fine_tune_type",
     "wandb": 'report_to = "wandb", and the project in project_name',
-    "hf_dataset": 'data = "<directory with train.jsonl>": data sets of the Hugging Face hub are not supported',
+    "hf_dataset": 'data = "hf:org/set", and its prompt_feature, completion_feature, chat_feature or text_feature here',
     "weight_decay": "no value here: it is one of optimizer_config, as in {adamw = {weight_decay = 0.01}}",
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"), "grad_accumulation_steps"),
     **dict.fromkeys(("warmup", "warmup_steps"), "no value here: it is lr_schedule's warmup"),

@@ -216,7 +216,7 @@ CASES = [
     (NODES + JOB + "save_best = 1", "job.save_best", "true or false"),
     (NODES + JOB + "patience = 3\nval_batches = 0", "job.patience", "no validation to judge by"),
     (NODES + JOB + "save_best = true\nval_batches = 0", "job.save_best", "no validation to judge by"),
-    (NODES + JOB + "hf_dataset = {path = 'x'}", "job.hf_dataset", "not supported"),
+    (NODES + JOB + "hf_dataset = {path = 'x'}", "job.hf_dataset", "hf:org/set"),
     # keys of earlier mlx-lm
     (NODES + JOB + "lora_layers = 4", "job.lora_layers", "num_layers"),
     (NODES + JOB + "lora-layers = 4", "job.lora-layers", "num_layers"),
