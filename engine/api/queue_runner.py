@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -40,6 +39,7 @@ from engine.queue.runner_process import runner_alive, take_charge
 from engine.run.run_plan import read_plan
 from engine.run.supervisor_process import start_supervisor
 from engine.run.watch import supervisor_alive
+from engine.store.storage import try_lock
 
 _POLL_S = 1.0
 _RETRY_S = 15.0
@@ -214,15 +214,12 @@ class QueueRunner:
 
 def _lock(files: QueueFiles) -> int | None:
     """None where another process has the queue: one that has recorded its end is waited for."""
-    descriptor = os.open(files.runner_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     for _ in range(1200):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
+        if (held := try_lock(files.runner_lock)) is not None:
+            return held
         if runner_alive(files.folder.parent):
             break
         time.sleep(0.05)
-    os.close(descriptor)
     return None
 
 

@@ -8,7 +8,6 @@ have the rest of its logs."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import subprocess
 import sys
@@ -32,19 +31,13 @@ from engine.run.watch import newest_supervisor, supervisor_alive
 from engine.security.paths import check_private
 from engine.security.sanitise import last_line
 from engine.store.layout import RunDir, run_names
+from engine.store.storage import try_lock
 from engine.store.store import Store
 
 
 def take_lock(run_dir: RunDir) -> int | None:
-    """Take the lock; its open descriptor, or None when another supervisor lives. A child gets it only when it is passed
-    on."""
-    descriptor = os.open(run_dir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    """The lock of a run, as `try_lock`; None when another supervisor lives."""
+    return try_lock(run_dir.lock)
 
 
 _START_LIMIT_S = 30.0

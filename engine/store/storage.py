@@ -29,6 +29,18 @@ WAIT_S = 10.0
 _PAUSE_S = 0.005
 
 
+def try_lock(path: Path) -> int | None:
+    """Take the lock; its open descriptor, or None when another process has it. A child gets it only when it is passed
+    on."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 @contextlib.contextmanager
 def write_lock(path: Path, wait_s: float = WAIT_S, sleep: Callable[[float], object] = time.sleep) -> Iterator[None]:
     """Waits at most `wait_s` for the lock, then raises StateError with the holder's pid."""
