@@ -93,9 +93,13 @@ def _why_is_lost(fault: Fault, evidence: FailureEvidence) -> bool:
     """The fault follows from that an earlier supervisor had ended ranks, and has left no reason."""
     if not evidence.adopted or fault.weight is not Weight.CONSEQUENCE:
         return False
-    ends = [_ended_at(rank) for rank in evidence.ranks if rank.record and rank.record.stopped_by in _COMMANDS]
-    record = fault.evidence.record
-    return (record is not None and record.asked_to_leave) or min(ends, default=fault.at) < fault.at
+    record, ended_at = fault.evidence.record, min(_ended_by_command(evidence), default=fault.at)
+    return (record is not None and record.asked_to_leave) or ended_at < fault.at
+
+
+def _ended_by_command(evidence: FailureEvidence) -> list[float]:
+    """When the ranks ended that a supervisor had told their keepers to end, as Fault.at."""
+    return [_ended_at(rank) for rank in evidence.ranks if rank.record and rank.record.stopped_by in _COMMANDS]
 
 
 def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
@@ -165,7 +169,10 @@ def _faults_of(evidence: FailureEvidence) -> list[Fault]:
     for rank in evidence.ranks:
         weight = _weight(rank, evidence)
         if weight is not None:
-            faults.append(Fault(weight, _ended_at(rank), rank))
+            # An earlier supervisor that ended the attempt, of which nothing is recorded, may have killed its keeper.
+            unseen = evidence.adopted and rank.vanished
+            at = min(_ended_by_command(evidence), default=_ended_at(rank)) if unseen else _ended_at(rank)
+            faults.append(Fault(weight, at, rank))
     return sorted(faults, key=lambda fault: (fault.weight.value, fault.at, fault.evidence.rank))
 
 

@@ -242,6 +242,11 @@ HISTORIES = {
         '{"seed":145439209,"nodes":4,"local":false,"period_s":0.2,"every":3,"recovery":1,"faults":'
         '[["disk_stalled",6.89,4,30.0],["keeper_killed",25.04,5,12.0]]}'
     ),
+    "a keeper that an earlier supervisor killed at an end that a full disk forgot is not what began it": (
+        '{"kind":"local","nodes":3,"local":false,"iterations":7,"period_s":1.0,"every":3,"faults":'
+        '[["head_disk_full",4.49,1,110.0],["rank_stopped",5.17,2,45.0],["cut_from",11.85,2,70.0],'
+        '["rank_killed",23.08,0,180.0],["head_killed",32.93,1,180.0]]}'
+    ),
 }
 
 

@@ -625,6 +625,13 @@ def test_a_hang_names_nobody_whose_keeper_was_killed_while_it_was_ended() -> Non
     assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
 
 
+def test_a_keeper_that_an_earlier_supervisor_may_have_killed_began_no_end_that_was_under_way() -> None:
+    killed, ended = rank(0, sig=9, at=23.1), rank(1, sig=15, at=23.5, stopped_by="end")
+    gone = replace(rank(2), record=None, end=None, vanished=True)
+    for ranks, first in (((killed, ended, gone), 0), ((ended, gone), 2), ((rank(0, sig=9, at=23.9), ended, gone), 2)):
+        assert verdict_on(evidence(*ranks, trigger=Trigger.ENDED, adopted=True)).rank == first
+
+
 def test_a_hang_names_nobody_who_was_ended_while_another_left_unasked() -> None:
     """A program of the user's own, like ranks with parts of the state, is not asked to save and leave."""
     left, ended = rank(0, 1, tail=LOST), rank(1, sig=15, stopped_by="end")
