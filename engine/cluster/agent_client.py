@@ -35,6 +35,8 @@ SILENCE_LIMIT_S = 20.0
 _CLOSE_LIMIT_S = 2.0
 _READ_BYTES = 256 * 1024
 _CANCEL_LIMIT_S = 5.0
+_PIECE = 1 << 20
+"""Bytes of stdin: less than a message holds."""
 _FILES_LIMIT_S = 30.0
 _ANSWER_S = 10.0
 """As long as for a new connection: one that was open before a node went away does not break any earlier by itself."""
@@ -281,6 +283,12 @@ class AgentRequest:
         """More stdin for a probe that goes on. Raises NodeUnreachable."""
         self._session.check()
         self._session.send(messages.RequestInput(self.number, data))
+
+    def send_json(self, document: object) -> None:
+        """A line of stdin: what would be an argument could be seen by others there. Raises NodeUnreachable."""
+        text = json.dumps(document).encode() + b"\n"
+        for at in range(0, len(text), _PIECE):
+            self.send(text[at : at + _PIECE])
 
     async def completed(self, timeout_s: float) -> Completed:
         """Its end, exit code None when that does not come in time. Raises NodeUnreachable."""

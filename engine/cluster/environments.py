@@ -7,16 +7,14 @@ import contextlib
 import hashlib
 import json
 import re
-import secrets
 import sys
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import Annotated
 
 from pydantic import Field, ValidationError
 
 from engine.cluster.probe_results import ShortText
+from engine.cluster.transfer import next_report
 from engine.cluster.transport.base import Completed
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
@@ -24,7 +22,7 @@ from engine.errors import FlightDeckError, LaunchError, plural
 from engine.measurements import Count
 from engine.models import FrozenModel
 from engine.node.bootstrap import ROOT, node_root
-from engine.protocol.messages import RequestEnded
+from engine.node.environment import MARKER
 from engine.security.paths import path_fault
 from engine.security.redact import redact
 from engine.security.sanitise import json_or_none, plain
@@ -40,10 +38,7 @@ _LARGE_BYTES, _SMALL_BYTES = 1_500_000_000, 60_000_000
 _INSPECT_LIMIT_S = 60.0
 _SILENT_S = 1800.0
 """Without a line of output: a large package, on a slow disk or network, takes its time."""
-_TAIL = 5
 _MARK = "flightdeck-environment"
-_MARKER = "flightdeck.json"
-"""In an environment, written last: one without it is not whole."""
 _ASK = (
     "import platform as p, sys; "
     "print(p.python_version(), sys.platform, p.machine(), p.mac_ver()[0] or p.libc_ver()[1] or 'musl')"
@@ -77,51 +72,8 @@ for python in "$@" "$(command -v python3)" {_PYTHONS}; do
 done
 say online "$online"
 say free "$(df -Pk "$HOME" | awk 'NR == 2 {{ print $4 }}')"
-for marker in "$root"/{FOLDER}/*/{_MARKER}; do [ ! -f "$marker" ] || say made "$(cat "$marker")"; done
+for marker in "$root"/{FOLDER}/*/{MARKER}; do [ ! -f "$marker" ] || say made "$(cat "$marker")"; done
 say end
-"""
-_LOCK = (
-    "import fcntl, os, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); "
-    "os.set_inheritable(file.fileno(), True); os.execv(sys.argv[2], sys.argv[2:])"
-)
-"""Then two heads that make the same environment wait for each other."""
-_LIST = """
-import importlib.metadata, json, os, sys, time
-size = sum(os.lstat(os.path.join(path, name)).st_size for path, _, names in os.walk(sys.argv[1]) for name in names)
-packages = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
-made = {"id": os.path.basename(sys.argv[1]), "made_at": time.time(), "bytes": size, "packages": packages}
-print(json.dumps(made))
-"""
-_MAKE = f"""
-set -e
-umask 077
-exec 2>&1
-target=$1 python=$2 uv=$3 listed=$4 wheels=$5 list=$6
-# An index may have a password: from here on it is in no file, however this ends.
-lines=$(cat "$listed/requirements.txt")
-rm -rf "$listed"
-set --
-if [ "$wheels" ]; then
-  # Nothing but the wheels counts, whatever the user has set for pip and uv.
-  unset $(env | grep -E '^(PIP|UV)_' | cut -d = -f 1)
-  export PIP_CONFIG_FILE=/dev/null UV_NO_CONFIG=1 UV_OFFLINE=1
-  set -- --no-index --find-links "$wheels"
-fi
-if [ ! -f "$target/{_MARKER}" ]; then
-  rm -rf "$target"
-  if [ "$uv" ]; then
-    "$uv" venv --quiet --python "$python" "$target"
-    printf '%s\\n' "$lines" | "$uv" pip install --python "$target/bin/python" "$@" -r -
-  else
-    "$python" -m venv "$target"
-    set -- --no-input --disable-pip-version-check --progress-bar off "$@"
-    printf '%s\\n' "$lines" | "$target/bin/python" -m pip install "$@" -r /dev/stdin
-  fi
-  "$target/bin/python" -I -c "$list" "$target" > "$target/{_MARKER}.part"
-  mv "$target/{_MARKER}.part" "$target/{_MARKER}"
-fi
-[ ! "$wheels" ] || rm -rf "$wheels"
-printf '{_MARK}\\t%s\\n' "$(cat "$target/{_MARKER}")"
 """
 _REMOVE = 'rm -rf "$1" "$1".*'
 
@@ -328,27 +280,21 @@ async def make_environment(
     send_wheels: Callable[[NodeConfig, str], Awaitable[object]],
     report: Callable[[str], None],
 ) -> MadeEnvironment:
-    """`send_wheels` puts them into a folder of the node, where that reaches no index. Raises LaunchError with the
-    reason why it is not made, NodeUnreachable, OSError; what has been loaded by then is used the next time."""
+    """`send_wheels` puts them into a folder of the node, where that reaches no index. Raises TransferRefused with the
+    reason why it is not made, LaunchError, NodeUnreachable, OSError; what has been loaded by then is used the next
+    time."""
     assert plan.base is not None
-    node, wheels = NodeConfig(name=plan.node, ssh=plan.ssh, python=plan.agent, workdir="~"), ""
-    agent = fleet.agent(node)
+    node, wheels = NodeConfig(name=plan.node, ssh=plan.ssh, python=plan.agent, workdir="~"), None
     if not plan.online:
         await send_wheels(node, wheels := f"{plan.folder}.wheels")
-    # In no process's arguments: an index may have a password.
-    listed = f"{plan.folder}.{secrets.token_hex(4)}"
     lines = [line for line in plan.requirements if plan.online or not line.startswith("-")]
-    await agent.write(PurePosixPath(listed), {"requirements.txt": "\n".join([*lines, ""])})
-    locked = [plan.agent, "-c", _LOCK, f"{plan.folder}.lock", "/bin/sh", "-c", _MAKE, "sh"]
-    words = [plan.folder, plan.base.path or plan.base.minor, plan.uv or "", listed, wheels, _LIST]
-    last = deque[str](maxlen=_TAIL)
-    with contextlib.closing(await agent.start_command([*locked, *words])) as request:
-        while isinstance(line := await request.next_line(_SILENT_S), bytes):
-            mark, _, made = line.decode(errors="replace").partition("\t")
-            if mark == _MARK:
-                return MadeEnvironment.model_validate(json_or_none(made))
-            if text := redact(plain(mark, 300)).strip():
-                last.append(text)
-                report(text)
-    why = "; ".join(last) if isinstance(line, RequestEnded) and last else redact(plain(line, 300))
-    raise LaunchError("no environment is made", where=plan.node, why=why)
+    base = {"python": plan.base.path or plan.base.minor, "uv": plan.uv}
+    asked = {**base, "folder": plan.folder, "requirements": lines, "wheels": wheels}
+    with contextlib.closing(await fleet.agent(node).start_probe("environment")) as request:
+        request.send_json(asked)
+        while "line" in (answer := await next_report(request, node, _SILENT_S)):
+            report(redact(plain(answer["line"], 300)))
+    try:
+        return MadeEnvironment.model_validate(answer.get("made"))
+    except ValidationError as error:
+        raise LaunchError("its environment cannot be used", where=plan.node, why=plain(error, 300)) from error

@@ -27,8 +27,6 @@ PATIENCE_S = 120.0
 """For how long a node that brings nothing is tried again."""
 _SILENCE_S = 60.0
 _AGAIN_S, _GATHER_S = 1.0, 3.0
-_PIECE = 1 << 20
-"""Bytes of a request: less than a message holds."""
 
 
 class TransferRefused(FlightDeckError):
@@ -80,12 +78,12 @@ async def read_manifest(
     return CopyManifest(node, path, tuple(files), revision, tuple(refs), tuple(plain(name, 300) for name in damaged))
 
 
-async def next_report(probe: AgentRequest, node: NodeConfig) -> dict[str, Any]:
+async def next_report(probe: AgentRequest, node: NodeConfig, silence_s: float = _SILENCE_S) -> dict[str, Any]:
     """The next line. Raises TransferRefused for a `problem`, LaunchError, NodeUnreachable."""
-    line = await probe.next_line(_SILENCE_S)
+    line = await probe.next_line(silence_s)
     if not isinstance(line, bytes):
         why = line.stderr if isinstance(line, RequestEnded) else str(line)
-        raise LaunchError("the transfer has ended there", where=node.name, why=plain(why, 300))
+        raise LaunchError("what was started has ended there", where=node.name, why=plain(why, 300))
     report = json_object(json_or_none(line))
     if (problem := report.get("problem")) is not None:
         raise TransferRefused(plain(problem, 300), where=node.name)
@@ -192,10 +190,7 @@ class Spread:
         configured = self._addresses.get(member.node.ssh, ())
         member.addresses = tuple(dict.fromkeys((*configured, *(self._heads if member.node.local else ()))))
         member.request = await self._fleet.agent(member.node).start_probe("transfer")
-        # Over its stdin: what is an argument could be seen by others.
-        text = json.dumps({**self._request, "addresses": member.addresses, **more}).encode() + b"\n"
-        for at in range(0, len(text), _PIECE):
-            member.request.send(text[at : at + _PIECE])
+        member.request.send_json({**self._request, "addresses": member.addresses, **more})
 
     @staticmethod
     def _probe(member: _Member) -> AgentRequest:
@@ -275,7 +270,7 @@ class Spread:
             if member.tries > 1 or not addresses:
                 with contextlib.suppress(FlightDeckError, OSError):
                     upstreams.append(await self._tunnel(one.node, port, member.node))
-        self._probe(member).send(json.dumps({"upstreams": upstreams}).encode() + b"\n")
+        self._probe(member).send_json({"upstreams": upstreams})
 
     async def _tunnel(self, source: NodeConfig, port: int, receiver: NodeConfig) -> tuple[str, int]:
         """An address on `receiver` at which the port of `source` answers, over this machine. Raises NodeUnreachable."""

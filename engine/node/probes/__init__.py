@@ -39,6 +39,7 @@ PROBES = {
     "addresses": Probe("network"),
     "configuration": Probe("model_files"),
     "copies": Probe("copies"),
+    "environment": Probe("copies", streams=True),
     "examples": Probe("dataset"),
     "facts": Probe("facts"),
     "free_ports": Probe("network"),

@@ -1,4 +1,5 @@
-"""The `copies` probe: which models and data sets this node has, in its Hugging Face cache and in folders."""
+"""The `copies` probe: which models and data sets this node has, in its Hugging Face cache and in folders; and what
+brings them, and environments."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine.node.environment import made_environment
 from engine.node.hub_cache import (
     HubSnapshot,
     ask_hub,
@@ -138,3 +140,8 @@ def probe_hub(request_text: str) -> Iterator[dict[str, Any]]:
 def probe_transfer() -> Iterator[dict[str, Any]]:
     """See engine.node.transfer."""
     return served()
+
+
+def probe_environment() -> Iterator[dict[str, Any]]:
+    """See engine.node.environment."""
+    return made_environment()

@@ -39,6 +39,8 @@ for _option in (
 
 _TRIES = 5
 _JUMPS = 4
+_CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
+"""Tried first where the user's configuration names none: to asyncssh they cost half of what ChaCha20 costs."""
 
 
 @dataclass(frozen=True)
@@ -254,4 +256,5 @@ async def _connect(
             kbdint_auth=False,
             agent_forwarding=False,
             **({"server_host_key_algs": auth.PLAIN_HOST_KEY_ALGORITHMS} if learning else {}),
+            **({} if setup.options.config.get("Ciphers") else {"encryption_algs": _CIPHERS}),
         )
