@@ -19,9 +19,9 @@ from engine.task_result import TaskResult
 
 ALARMS_SHOWN = 20
 MANIFESTS_KEPT = 32
+"""Per rank: a trainer considers no more of its states."""
 MOST_RESULTS = 1_000
 """A task reports no more of them in one attempt."""
-"""Per rank: a trainer considers no more of its states."""
 
 
 @dataclass(frozen=True)
