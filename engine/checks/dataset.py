@@ -183,15 +183,15 @@ def _copies(
 
 async def _try_rows(context: CheckContext, findings: Findings, node: NodeConfig, files: list[DataFile]) -> None:
     """Tokenise rows of `files` on a node that has them whole, and report what was counted."""
-    settings, tallies = context.config.job.mlx_lm, {str(file.path): file.seen.tally for file in files}
-    warnings = [line for file, tally in tallies.items() for line in row_warnings(file, tally, settings)]
+    settings, overall = context.config.job.mlx_lm, findings.overall
+    warnings = row_warnings({str(file.path): file.seen.tally for file in files}, settings)
     try:
         report = await try_rows(context, node, [str(file.path) for file in files])
-        findings.overall.faults += rows_refused(report, settings)
-        warnings += [line for file, tally in report.tallies.items() for line in row_warnings(file, tally, settings)]
+        overall.faults += rows_refused(report, settings)
+        warnings += row_warnings(report.tallies, settings)
     except FlightDeckError as error:
-        findings.overall.warn(str(error))
-    findings.overall.warnings += [] if findings.overall.faults else warnings
+        overall.warn(str(error))
+    overall.warnings += [] if overall.faults else warnings
 
 
 def _check_node(

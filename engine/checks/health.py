@@ -70,15 +70,18 @@ def evaluate(
 ) -> CheckResult:
     findings = Findings(NAME, config)
     for node in config.nodes:
-        on_node = findings.on(node)
+        on_node, seen, load = findings.on(node), facts[node.name], loads[node.name]
         _check_heartbeat(node, heartbeats[node.name], on_node)
-        _check_disk(node, facts[node.name], on_node)
-        _check_swap(facts[node.name], on_node)
-        _check_power(facts[node.name], on_node)
-        _check_load(facts[node.name], loads[node.name], on_node)
-        _check_energy(config, loads[node.name], on_node)
-        if config.job.framework == "torch" or facts[node.name].mlx_device == "CUDA":
-            _check_limits(loads[node.name], on_node)
+        _check_disk(node, seen, on_node)
+        _check_swap(seen, on_node)
+        _check_power(seen, on_node)
+        if isinstance(load, FlightDeckError):
+            on_node.warn(f"its load is not known: {load}")
+            continue
+        _check_load(seen, load, on_node)
+        _check_energy(config, load, on_node)
+        if config.job.framework == "torch" or seen.mlx_device == "CUDA":
+            _check_limits(load, on_node)
     return findings.verdict(f"{plural(len(config.nodes), 'node')} alive and idle")
 
 
@@ -127,10 +130,7 @@ def _check_power(facts: NodeFacts, findings: NodeFindings) -> None:
         findings.passed.append("Low Power Mode off")
 
 
-def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> None:
-    if isinstance(load, FlightDeckError):
-        findings.warn(f"its load is not known: {load}")
-        return
+def _check_load(facts: NodeFacts, load: SystemLoad, findings: NodeFindings) -> None:
     for process in load.processes:
         # No fix: it may be somebody's work, or a training of ours.
         findings.warn(describe_busy(process, load.memory_bytes))
@@ -151,10 +151,8 @@ def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> N
         findings.passed.append(f"sleep {now[sleep_prevented(load.assertions)]}, a run holds caffeinate")
 
 
-def _check_energy(config: Config, load: LoadResult, findings: NodeFindings) -> None:
+def _check_energy(config: Config, load: SystemLoad, findings: NodeFindings) -> None:
     """Settings of a Mac by which a night's work ends. A run's caffeinate holds off idle sleep, but no event."""
-    if isinstance(load, FlightDeckError):
-        return
     repeated, _, once = load.energy.partition("Scheduled power events")
     for text, command, zone in ((repeated, "repeat cancel", ""), (once, "schedule cancelall", " UTC")):
         for event in _POWER_EVENT.findall(text)[:3]:
@@ -188,10 +186,8 @@ def _check_gpu_memory(facts: NodeFacts, load: SystemLoad, findings: NodeFindings
         findings.warn(f"{memory_text(most)} of a GPU's memory are in use, and nvidia-smi lists no process")
 
 
-def _check_limits(load: LoadResult, findings: NodeFindings) -> None:
+def _check_limits(load: SystemLoad, findings: NodeFindings) -> None:
     """Shared memory, by which NCCL and the workers of a DataLoader exchange, and what InfiniBand may lock."""
-    if isinstance(load, FlightDeckError):
-        return
     shared, locked = load.shm_bytes, load.memlock_bytes
     if shared is not None and shared < SHM_BYTES:
         message = f"its /dev/shm has {memory_text(shared)}, less than NCCL and DataLoader workers need"

@@ -58,15 +58,14 @@ async def inspect_data(context: CheckContext, shown: int) -> DataInspection:
     warnings = list[str]()
     if read.conversion is not None:
         warnings = [*read.conversion.warnings, *await _convert_elsewhere(context)]
-    tallies = [(str(file.path), file.seen.tally) for file in present.values()]
+    warnings += row_warnings({str(file.path): file.seen.tally for file in present.values()}, job.mlx_lm)
     lengths, rows = dict[str, dict[int, int]](), RowsReport(rows=[])
     model = context.path(node, node.model or job.model) if job.model is not None else ""
     if present and model:
         report = await try_rows(context, node, [f"{source}/{name}.jsonl" for name in present])
-        tallies += report.tallies.items()
+        warnings += row_warnings(report.tallies, job.mlx_lm)
         lengths = {PurePosixPath(name).stem: tokens for name, tokens in report.lengths.items()}
         faults = rows_refused(report, job.mlx_lm)
-    warnings += [line for file, tally in tallies for line in row_warnings(file, tally, job.mlx_lm)]
     if present:
         arguments = (model, row_settings(context), str(shown), asked[0])
         rows = await context.probe(node, "rows", *arguments, result_type=RowsReport, timeout_s=_LIMIT_S)

@@ -123,15 +123,12 @@ def as_interpreter(report: PackagesReport | NoValue, packages: Iterable[str], py
     """`packages`: those that were asked for."""
     if isinstance(report, NoValue):
         return Interpreter(problem=f"{python}: {report}")
-    missing = [name for name in packages if name not in report.versions]
-    problems = [f"{name} cannot be imported: {explained(report.errors.get(name, 'not known'))}" for name in missing]
-    return Interpreter(
+    seen = Interpreter(
         report.python,
-        {name: report.versions[name] for name in packages if name in report.versions},
         backends=tuple(report.backends),
-        problem="; ".join(problems) or None,
         venv=report.venv,
         linux=report.linux,
         build=report.build,
         builds=report.builds,
     )
+    return with_modules(seen, report, {name: name for name in packages})

@@ -133,9 +133,8 @@ def rows_refused(report: TemplateReport, settings: Mapping[str, Any]) -> list[st
     refusals = [_describe_refused(rows) for rows in report.refused]
     for file, tally in report.tallies.items():
         if file.endswith("/train.jsonl") and tally.get("no_target", (0, 0))[0] == tally.get("rows", (-1, 0))[0]:
-            refusals += row_warnings(
-                file, {what: tally[what] for what in ("no_target", "rows", "more") if what in tally}, settings
-            )
+            of_targets: Tally = {what: tally[what] for what in ("no_target", "rows", "more") if what in tally}
+            refusals += row_warnings({file: of_targets}, settings)
     return refusals
 
 
@@ -160,14 +159,16 @@ _COUNTED = {
 """A property of rows that a probe counts → its description."""
 
 
-def row_warnings(file: str, tally: Tally, settings: Mapping[str, Any]) -> list[str]:
-    rows = f"{'the first ' * ('more' in tally)}{plural(tally.get('rows', (0, 0))[0], 'row')}"
-    return [
-        f"{file}: {count:,} of {rows} (first: line {line}) {text.format(**settings)}"
-        for what, text in _COUNTED.items()
-        for count, line in [tally.get(what, (0, 0))]
-        if count and (what != "last_turn" or settings.get("mask_prompt"))
-    ]
+def row_warnings(tallies: Mapping[str, Tally], settings: Mapping[str, Any]) -> list[str]:
+    """`tallies`: by file."""
+    warnings = list[str]()
+    for file, tally in tallies.items():
+        rows = f"{'the first ' * ('more' in tally)}{plural(tally.get('rows', (0, 0))[0], 'row')}"
+        for what, text in _COUNTED.items():
+            count, line = tally.get(what, (0, 0))
+            if count and (what != "last_turn" or settings.get("mask_prompt")):
+                warnings.append(f"{file}: {count:,} of {rows} (first: line {line}) {text.format(**settings)}")
+    return warnings
 
 
 async def reporting_obstacles(

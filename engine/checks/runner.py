@@ -33,15 +33,7 @@ from engine.checks.obstacles import with_obstacles
 from engine.checks.plan_inputs import cluster_history, collect_plan_inputs
 from engine.config.models import Config
 from engine.errors import FlightDeckError, InputError
-from engine.models import (
-    OVERRIDDEN,
-    CheckResult,
-    CheckStatus,
-    NodeFacts,
-    PreflightReport,
-    PreRdmaSync,
-    WorkerConsistency,
-)
+from engine.models import OVERRIDDEN, CheckResult, CheckStatus, NodeFacts, PreflightReport
 from engine.plan.document import PlannedCheck, TrainingPlan
 from engine.plan.planner import make_plan
 from engine.protocol.job import Strategy
@@ -190,14 +182,11 @@ def plan_with_results(plan: TrainingPlan, report: PreflightReport) -> TrainingPl
         else check
         for check in checklist.checks
     )
-    checked = checklist.model_copy(update={"overall_status": report.overall_status, "checks": checks})
-    synced, compared = plan.pre_rdma_sync, plan.worker_consistency
-    if synced.enabled and (result := results.get(sync.NAME)) is not None:
-        detail = result.detail
-        synced = detail if isinstance(detail, PreRdmaSync) else synced.model_copy(update={"reason": result.summary})
-    if compared.enabled and (result := results.get(consistency.NAME)) is not None:
-        detail = result.detail
-        updates = dict(detail) if isinstance(detail, WorkerConsistency) else {"reason": result.summary}
-        compared = compared.model_copy(update=updates)
-    sections = {"pre_rdma_sync": synced, "worker_consistency": compared, "pre_flight_checklist": checked}
+    sections: dict[str, object] = {
+        "pre_flight_checklist": checklist.model_copy(update={"overall_status": report.overall_status, "checks": checks})
+    }
+    for name, section in ((sync.NAME, "pre_rdma_sync"), (consistency.NAME, "worker_consistency")):
+        planned = getattr(plan, section)
+        if planned.enabled and (result := results.get(name)) is not None:
+            sections[section] = result.detail or planned.model_copy(update={"reason": result.summary})
     return plan.model_copy(update=sections)

@@ -385,13 +385,14 @@ def test_a_whole_model_of_torch_has_more_layers_than_are_trained(tmp_path: Path,
 
 
 def test_too_little_room_names_the_largest_of_earlier_runs(tmp_path: Path) -> None:
-    for name, size in (("small", 10), ("large", 1000)):
+    for name, size in (("small", 10), ("large", 100_000)):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "adapters.safetensors").write_bytes(bytes(size))
     asked: dict[str, Any] = {"directory": str(tmp_path), "roots": [str(tmp_path)], "runs": str(tmp_path / "runs")}
     asked |= {"states": None, "resume": None}
     message = storage.probe_storage(json.dumps({**asked, "needed": 1 << 60}))
-    assert message["largest"] == [[str(tmp_path / "runs" / "large"), 1000], [str(tmp_path / "runs" / "small"), 10]]
+    assert [Path(folder).name for folder, _ in message["largest"]] == ["large", "small"]
+    assert message["largest"][0][1] >= 100_000
     assert storage.probe_storage(json.dumps({**asked, "needed": 0}))["largest"] == []
 
 

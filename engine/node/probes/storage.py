@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import errno
-import itertools
 import json
 import os
 import re
@@ -102,16 +101,6 @@ def adapter(path: Path) -> dict[str, Any]:
         "layers": sorted({int(match[1]) for match, _ in adapted}),
         "modules": sorted({match[2] for match, _ in adapted}),
     }
-
-
-def size_of(folder: Path, most_files: int = 20_000) -> int:
-    """Bytes of what lies in a folder, as far as that many files."""
-    total = 0
-    files = (Path(base, name) for base, _, names in os.walk(folder) for name in names)
-    for path in itertools.islice(files, most_files):
-        with contextlib.suppress(OSError):
-            total += path.lstat().st_size
-    return total
 
 
 FILES = 500
@@ -234,7 +223,7 @@ def _largest(runs: Path) -> list[list[Any]]:
         folders = [path for path in runs.iterdir() if path.is_dir() and not path.is_symlink()]
     except OSError:
         return []
-    sizes = sorted(((size_of(folder), str(folder)) for folder in folders), reverse=True)
+    sizes = sorted(((disk_usage(folder), str(folder)) for folder in folders), reverse=True)
     return [[folder, size] for size, folder in sizes[:_LARGEST] if size]
 
 
@@ -268,5 +257,10 @@ def probe_run_folders(request_text: str) -> dict[str, Any]:
 
 def disk_usage(folder: Path) -> int:
     """Bytes on the disk, a file with several names once."""
-    status = [os.lstat(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names]
-    return sum({(entry.st_dev, entry.st_ino): entry.st_blocks * 512 for entry in status}.values())
+    sizes = dict[tuple[int, int], int]()
+    for path in (Path(parent, name) for parent, _, names in os.walk(folder) for name in names):
+        # A run that goes on renames and removes some.
+        with contextlib.suppress(OSError):
+            entry = path.lstat()
+            sizes[entry.st_dev, entry.st_ino] = entry.st_blocks * 512
+    return sum(sizes.values())

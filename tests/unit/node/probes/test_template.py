@@ -82,7 +82,7 @@ def test_a_job_of_which_no_row_has_a_target_is_refused(model: Path, tmp_path: Pa
     assert "train.jsonl: 2 of 2 rows (first: line 1) without a target, so that nothing is learned" in refusal
     some = report(model, tmp_path, [chat("a", "b"), chat(LONG, "no"), chat("c", "d")], **masked)
     assert rows_refused(some, masked) == []
-    warnings = row_warnings("train.jsonl", tally(some), masked)
+    warnings = row_warnings({"train.jsonl": tally(some)}, masked)
     assert warnings[0].startswith("train.jsonl: 1 of 3 rows (first: line 2) without a target")
     assert warnings[1].endswith("longer than max_seq_length = 24 tokens, and truncated")
 
@@ -96,7 +96,7 @@ def test_a_template_whose_prompt_is_no_prefix_leaves_short_answers_without_a_tar
     rows = [chat("level?", "<think>hm</think>three zero"), chat("and?", "three zero"), chat("over")]
     found = report(reasoning, tmp_path, rows, mask_prompt=True)
     assert tally(found)["no_prefix"] == (2, 1)
-    warning = row_warnings("train.jsonl", tally(found), SETTINGS)[-1]
+    warning = row_warnings({"train.jsonl": tally(found)}, SETTINGS)[-1]
     assert "a template for reasoning?" in warning and "nor what mask_prompt hides" in warning
     plain = report(model, tmp_path, rows, mask_prompt=True)
     assert "no_prefix" not in tally(plain)
@@ -143,7 +143,7 @@ def test_more_rows_than_are_tokenised_are_said_to_be_the_first(
     monkeypatch.setattr(template, "_MEASURED", 10)
     found = tally(report(model, tmp_path, [{"text": LONG}] * 30))
     assert (found["rows"][0], "more" in found) == (10, True)
-    (warning,) = row_warnings("train.jsonl", found, {"max_seq_length": 64})
+    (warning,) = row_warnings({"train.jsonl": found}, {"max_seq_length": 64})
     assert "10 of the first 10 rows (first: line 1) longer than max_seq_length = 64" in warning
     bad = {"messages": [{"role": "user", "content": None}]}
     (refused,) = report(model, tmp_path, [chat("a", "b")] * 20 + [bad] * 3).refused
