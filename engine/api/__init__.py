@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from engine.api.read_only import ReadOnlyEngine
     from engine.api.setup import NodeCandidate, SetupChoices
     from engine.api.tasks import TaskRequest, serve_request
+    from engine.checks.dataset import DataInspection
     from engine.checks.fixes import MAKE_ENVIRONMENT, as_shell_line, asks_for_password
-    from engine.checks.inspection import DataInspection
     from engine.checks.runner import CHECKS, check_label, with_pending
     from engine.cluster.discovery import FoundHost, FoundPython, draft_nodes, hosts_from_hostfile, hosts_from_names
     from engine.cluster.environments import EnvironmentPlan, EnvironmentProgress, NodePythons
@@ -81,7 +81,7 @@ _NAMES: Final = {
     "engine.api.setup": "NodeCandidate SetupChoices",
     "engine.api.tasks": "TaskRequest serve_request",
     "engine.checks.fixes": "MAKE_ENVIRONMENT as_shell_line asks_for_password",
-    "engine.checks.inspection": "DataInspection",
+    "engine.checks.dataset": "DataInspection",
     "engine.checks.runner": "CHECKS check_label with_pending",
     "engine.cluster.discovery": "FoundHost FoundPython draft_nodes hosts_from_hostfile hosts_from_names",
     "engine.cluster.probe_results": "NodeCopies NodeCopy",

@@ -13,8 +13,8 @@ from engine.api.calibrations import CalibrationsApi
 from engine.api.session import Session, stream
 from engine.checks.check import worst
 from engine.checks.context import CheckContext
+from engine.checks.dataset import DataInspection, copy_data, inspect_data
 from engine.checks.doctor import examine_machine
-from engine.checks.inspection import DataInspection, copy_data, inspect_data
 from engine.checks.rsync import sync_workdirs
 from engine.checks.runner import run_checks, validate_skip
 from engine.config.mlx_lm_keys import with_defaults

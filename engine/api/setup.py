@@ -18,7 +18,7 @@ from engine.api.launches import LaunchesApi
 from engine.api.model_copies import ModelsApi
 from engine.api.nodes import NodesApi
 from engine.api.session import Session, stream
-from engine.checks.inspection import DataInspection
+from engine.checks.dataset import DataInspection
 from engine.cluster.discovery import FoundHost, FoundPython, draft_nodes, find_python, hosts_from_names
 from engine.cluster.transport.ssh_config import OWN_KNOWN_HOSTS
 from engine.config.documents import read_text

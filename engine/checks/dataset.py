@@ -1,6 +1,6 @@
-"""data_matches: the JSONL files of the job exist, mlx-lm can read every line, and they are the same on all nodes.
-
-mlx-lm reports a bad line only after every rank has loaded its model."""
+"""data_matches: the JSONL files of the job exist, mlx-lm can read every line, and they are the same on all nodes;
+mlx-lm reports a bad line only after every rank has loaded its model. And a look at a job's data as a node reads it:
+files, lengths, and rows as the model sees them; and a copy of it here."""
 
 from __future__ import annotations
 
@@ -8,26 +8,43 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, copies, copy_file, move_aside
-from engine.checks.obstacles import TRIAL_LIMIT_S, data_files, data_options, row_warnings, rows_refused, try_rows
+from engine.checks.obstacles import (
+    TRIAL_LIMIT_S,
+    data_files,
+    data_options,
+    row_settings,
+    row_warnings,
+    rows_refused,
+    try_rows,
+)
 from engine.checks.placement import push_fix
 from engine.checks.plan_inputs import load_data_report
 from engine.cluster.agent_client import each_of, value_of
-from engine.cluster.probe_results import ConversionReport, JsonlSummaries, JsonlSummary
+from engine.cluster.file_copy import FileCopy
+from engine.cluster.probe_results import (
+    ConversionReport,
+    ExampleCount,
+    JsonlSummaries,
+    JsonlSummary,
+    RowsReport,
+    ShownRow,
+)
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError, LaunchError
-from engine.models import CheckResult, Late
-from engine.node.probes.foreign_files import WAYS
+from engine.errors import FlightDeckError, InputError, LaunchError
+from engine.models import CheckResult, FrozenModel, Late
 from engine.node.probes.template import TEXT_MASKED
+from engine.node.source_files import WAYS
 from engine.node.standard_data import VALID_SHARE
 from engine.protocol.manifest import DATA_PREFIX
+from engine.snapshots import ResultFile
 
 NAME = "data_matches"
 _READ_LIMIT_S = 110.0
@@ -152,32 +169,22 @@ def _copies(
     *,
     converted: bool,
 ) -> Fix | None:
-    """Copies of the data of `first` for the nodes that differ."""
-    lacking = [node for node in findings.faulty if node.name in read_files]
-    source = PurePosixPath(folders[first.name])
-    if converted:
-        others = [node for node in lacking if PurePosixPath(folders[node.name]).name == source.name]
-        aside = [
-            move_aside(node, folders[node.name], read_files[node.name][0].seen_at(folders[node.name]))
-            for node in others
-        ]
-        copied = [copy_file(first, source, node, PurePosixPath(folders[node.name]).parent) for node in others]
-        return copies([*aside, *copied], first, source)
-    ours = read_files[first.name]
-    hashes = {file.path.name: file.seen.sha256 for file in ours}
-    aside = [
-        move_aside(node, str(file.path), file.seen.sha256)
-        for node in lacking
-        for file in read_files[node.name]
-        if file.unread or file.seen.sha256 not in ("", hashes[file.path.name])
-    ]
-    # One by one: the folder may have other files of a person's own.
-    copied = [
-        copy_file(first, PurePosixPath(file.path), node, PurePosixPath(folders[node.name]))
-        for node in lacking
-        for file in ours
-        if not file.absent
-    ]
+    """Copies of the data of `first` for the nodes that differ, file by file: a folder may have others of a person's
+    own. What was `converted` is copied as it was, under its name."""
+    source, aside, copied = PurePosixPath(folders[first.name]), list[str | None](), list[str]()
+    for node in (node for node in findings.faulty if node.name in read_files):
+        files, place = read_files[node.name], folders[node.name]
+        folder = PurePosixPath(place)
+        if converted:
+            if folder.name == source.name:
+                aside.append(move_aside(node, place, files[0].seen_at(place)))
+                copied.append(copy_file(first, source, node, folder.parent))
+            continue
+        for file, ours in zip(files, read_files[first.name], strict=True):
+            differs = file.unread or file.seen.sha256 not in ("", ours.seen.sha256)
+            aside.append(move_aside(node, str(file.path), file.seen.sha256 if differs else None))
+            if not ours.absent:
+                copied.append(copy_file(first, PurePosixPath(ours.path), node, folder))
     return copies([*aside, *copied], first, source)
 
 
@@ -262,3 +269,90 @@ CHECK = Check(
     # A command brings its own data, but a data quality report still applies.
     not_applicable=lambda config: config.job.kind.own_model if config.job.data_quality_report is None else None,
 )  # fmt: skip
+
+
+_INSPECT_LIMIT_S = 3600.0
+"""For a large source, which is converted first."""
+_SPLITS = ("train", "valid", "test")
+
+
+class DataInspection(FrozenModel):
+    node: str
+    source: str
+    conversion: ConversionReport | None
+    """None for a folder that is mlx-lm's."""
+    files: dict[str, JsonlSummary]
+    """By split."""
+    lengths: dict[str, dict[int, int]]
+    """Split → tokens → rows, of all or of some from the whole file; none without a model."""
+    rows: tuple[ShownRow, ...]
+    warnings: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+async def inspect_data(context: CheckContext, shown: int) -> DataInspection:
+    """As the first node has it, with so many rows. Raises InputError, LaunchError, NodeUnreachable."""
+    node, job = context.config.nodes[0], context.config.job
+    if (why := job.kind.own_model) is not None:
+        raise InputError("there is no data to look at", why=why)
+    source, keys = context.path(node, node.data or job.data or ""), json.dumps(data_options(context.config))
+    asked = [f"{source}/{name}.jsonl" for name in _SPLITS]
+    read = await context.probe(node, "jsonl", keys, *asked, result_type=JsonlSummaries, timeout_s=_INSPECT_LIMIT_S)
+    answers = each_of(read.files, asked, node)
+    files = [interpret_file(PurePosixPath(file.path or path), file, job.mlx_lm) for path, file in answers]
+    faults = [file.describe() for file in files if file.fault and (file.path.stem == "train" or not file.absent)]
+    present = {file.path.stem: file for file in files if not file.absent and not faults}
+    warnings = list[str]()
+    if read.conversion is not None:
+        warnings = [*read.conversion.warnings, *await _convert_elsewhere(context)]
+    warnings += row_warnings({str(file.path): file.seen.tally for file in present.values()}, job.mlx_lm)
+    lengths, rows = dict[str, dict[int, int]](), RowsReport(rows=[])
+    model = context.path(node, node.model or job.model) if job.model is not None else ""
+    if present and model:
+        report = await try_rows(context, node, [f"{source}/{name}.jsonl" for name in present])
+        warnings += row_warnings(report.tallies, job.mlx_lm)
+        lengths = {PurePosixPath(name).stem: tokens for name, tokens in report.lengths.items()}
+        faults = rows_refused(report, job.mlx_lm)
+    if present:
+        arguments = (model, row_settings(context), str(shown), asked[0])
+        rows = await context.probe(node, "rows", *arguments, result_type=RowsReport, timeout_s=_INSPECT_LIMIT_S)
+        faults += [rows.problem] if rows.problem is not None else []
+    return DataInspection(
+        node=node.name,
+        source=source,
+        conversion=read.conversion,
+        files={name: file.seen for name, file in present.items()},
+        lengths=lengths,
+        rows=tuple(rows.rows),
+        warnings=tuple(warnings),
+        faults=tuple(dict.fromkeys(faults)),
+    )
+
+
+async def _convert_elsewhere(context: CheckContext) -> list[str]:
+    """On the other nodes, so that a preflight has the time for data that is large; why some could not."""
+    keys, job = json.dumps(data_options(context.config)), context.config.job
+
+    async def convert(node: NodeConfig) -> ExampleCount:
+        path = f"{context.path(node, node.data or job.data or '')}/train.jsonl"
+        return await context.probe(node, "examples", path, keys, result_type=ExampleCount, timeout_s=_INSPECT_LIMIT_S)
+
+    answers = await context.on_all_nodes(convert, context.config.nodes[1:])
+    problems = {name: str(one) if isinstance(one, FlightDeckError) else one.problem for name, one in answers.items()}
+    return [f"not converted on {name}: {problem}" for name, problem in problems.items() if problem]
+
+
+async def copy_data(context: CheckContext, inspection: DataInspection, folder: Path) -> None:
+    """The files in a folder of this machine, which is made; none is overwritten. Raises InputError, OSError,
+    LaunchError, NodeUnreachable, FileDiffers."""
+    node = context.config.nodes[0]
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    for name, file in inspection.files.items():
+        path = folder / f"{name}.jsonl"
+        if path.exists():
+            raise InputError(f"{path} is there already", todo="name another folder, or remove it")
+        there = file.path or f"{inspection.source}/{path.name}"
+        source = ResultFile("data", False, 0, node.name, there, path.name, file.bytes, file.sha256)
+        part = path.with_name(f".{path.name}.part")
+        await FileCopy(context.agent(node), source, part, 60.0, lambda _: None, lambda _: None).run()
+        part.replace(path)

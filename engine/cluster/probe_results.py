@@ -161,7 +161,7 @@ class JsonlSummary(_Report):
     problem: ShortText | None = None
     absent: bool = False
     foreign: ShortText | None = None
-    """Its content, perhaps a key of engine.node.probes.foreign_files.WAYS."""
+    """Its content, perhaps a key of engine.node.source_files.WAYS."""
     tally: Tally = Field(default_factory=dict)
     path: PathText | None = None
     """The file that was read, where it is not the one that was asked for."""

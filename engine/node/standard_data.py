@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 from engine.node.bootstrap import make_private, node_root
 from engine.node.probes import reason_of
-from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind
 from engine.node.row_shapes import Skipped, convert
-from engine.node.source_files import DataError, read_source, source_files
+from engine.node.source_files import HEAD_BYTES, DataError, foreign_kind, read_source, source_files
 from engine.protocol.attempt import open_regular, read_regular, write_atomic
 from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank, lines, parse
 

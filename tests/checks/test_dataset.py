@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.checks import dataset as check
 from engine.checks.context import CheckContext
-from engine.checks.inspection import inspect_data
+from engine.checks.dataset import inspect_data
 from engine.config.models import Config, DataConfig
 from engine.models import CheckResult, CheckStatus
 from engine.node.probes import dataset

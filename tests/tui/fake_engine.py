@@ -18,8 +18,8 @@ from engine.api.queue import QueueApi
 from engine.api.runs import RunsApi
 from engine.api.session import Session
 from engine.api.setup import NodeCandidate, SetupApi
+from engine.checks.dataset import DataInspection
 from engine.checks.fixes import ENDS
-from engine.checks.inspection import DataInspection
 from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_names
 from engine.cluster.probe_results import JsonlSummary, ShownRow
 from engine.cluster.topology import topology

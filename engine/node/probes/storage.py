@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.node.probes import did_you_mean, is_withheld, nearest, reason_of
-from engine.node.probes.foreign_files import MAGIC
 from engine.node.processes import with_nonce
+from engine.node.source_files import MAGIC
 from engine.protocol.attempt import read_regular, sync_file, write_atomic
 from engine.protocol.safetensors import CheckpointError, Shape, check_header
 

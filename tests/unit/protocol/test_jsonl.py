@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.node.probes.dataset import probe_examples, read_lines
-from engine.node.probes.foreign_files import foreign_kind
+from engine.node.source_files import foreign_kind
 from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank, lines, parse
 from engine.training.jsonl import JsonlIndex, has_examples, line_number
 

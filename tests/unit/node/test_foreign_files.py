@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.node.probes.foreign_files import foreign_kind
+from engine.node.source_files import foreign_kind
 
 ROWS = [{"text": "tower, hold"}, {"text": 'Ünd "so" \u2028 ü'}, {"text": "new\nline; 'x'"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
