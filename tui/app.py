@@ -1112,7 +1112,7 @@ class FlightDeckApp(App[None]):
 
     def action_help_quit(self) -> None:
         """ctrl+c."""
-        self.say("q quits the console (the run goes on); ctrl+x aborts the run")
+        self.say(f"q quits the console (the run goes on){self.state.key('; ctrl+x aborts the run')}")
 
 
 def save_text(text: str, directory: Path, name: str, now: datetime) -> Path:

@@ -49,10 +49,18 @@ class RunsApi:
         self._watches: dict[str, RunWatch] = {}
         self._directories: tuple[int | None, Mapping[str, object], list[str]] = (None, {}, [])
         """When the folder of runs had changed last, the store's records then, and the runs that these lacked."""
+        self._listed: tuple[Mapping[str, object], list[RunRecord]] = ({}, [])
+        """The store's records when all were read last, and what they were: the console asks every second."""
 
     def all(self, limit: int | None = None) -> list[RunRecord]:
         """Every run, newest first, at most `limit`; running ones with their live figures."""
-        return [record if record.state.ended else self._live(record) for record in self._stored(limit=limit)]
+        fields = self._session.store.run_fields()
+        if limit is not None or fields is not self._listed[0] or self._unlisted(fields):
+            records = self._stored(limit=limit)
+            self._listed = (fields, records) if limit is None else self._listed
+        else:
+            records = self._listed[1]
+        return [record if record.state.ended else self._live(record) for record in records]
 
     def select(self, filter: str = "", order: str | None = None, limit: int | None = None) -> list[RunRecord]:
         """The runs that a filter takes (engine.run.run_filter), newest first or in the order of a field. Raises

@@ -8,6 +8,8 @@ import pytest
 
 from engine.snapshots import ResultFile, RunResult, TrainedFile
 from tests.tui import fake_engine
+from tests.tui.conftest import SMALL, opened
+from tests.tui.fake_engine import FakeEngine
 from tui.actions import ACTIONS, BY_ID, GROUPS, action_for, bar, keys, label, markdown
 from tui.app import FlightDeckApp
 from tui.screens.deck import MOVES, DeckScreen
@@ -70,6 +72,14 @@ def test_the_runs_view_names_the_launch_where_nothing_runs() -> None:
     assert named(IDLE)[0] == "launch" and not {"abort", "search", "log_axis"} & set(named(IDLE))
     assert named(replace(IDLE, snapshot=fake_engine.succeeded()))[:3] == ["again", "launch", "search"]
     assert named(RUNNING)[:2] == ["abort", "search"]
+
+
+async def test_at_80_columns_the_bar_of_an_ended_run_keeps_help_and_quit(fake: FakeEngine) -> None:
+    fake.add(fake_engine.trained())
+    async with opened(fake, size=SMALL) as console:
+        console.app.open_run(fake_engine.trained().record.id)
+        await console.until(lambda: "esc plan" in console.screen)
+        assert console.screen.splitlines()[-1].rstrip().endswith("? help  q quit")
 
 
 def test_a_run_that_cannot_be_served_has_no_chat_and_says_why() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
 from textual.events import Click
@@ -44,6 +44,8 @@ def _tab(text: str, *, lit: bool) -> Content:
 
 
 KEY_GAP = 3
+_ALWAYS: Final = ("help", "quit")
+"""Keys that the bar keeps however narrow it is."""
 
 
 class KeyBar(Text):
@@ -60,21 +62,22 @@ class KeyBar(Text):
         self._spans: list[tuple[int, int, Action]] = []
 
     def show(self, state: DeckState) -> None:
-        actions = bar(state)
-        room = self.content_size.width
-        # A narrow terminal first loses blanks, then the longer labels.
+        actions, room = bar(state), self.content_size.width
+        # A narrow terminal first loses blanks, then the longer labels, then the last keys but those that are always there.
         choices = [(gap, short) for short in (False, True) for gap in range(KEY_GAP, 0, -1)]
-        gap, short = next((c for c in choices if _width(actions, state, *c) <= room), choices[-1])
+        while (choice := next((c for c in choices if _width(actions, state, *c) <= room), None)) is None:
+            others = [action for action in actions if action.id not in _ALWAYS]
+            if not others:
+                break
+            actions.remove(others[-1])
+        gap, short = choice or choices[-1]
         disabled = MUTED if self.app.has_class(FEW_COLOURS) else DISABLED
         parts: list[Content] = []
         self._spans, place = [], 0
         for action in actions:
-            text = label(action, state, short=short)
             possible = action.why_not(state) is None
             key_style, style = ("bold $text-primary", "") if possible else (disabled, disabled)
-            part = Content.assemble((action.shown_key, key_style), (f" {text}", style))
-            if place + part.cell_length > room:
-                break
+            part = Content.assemble((action.shown_key, key_style), (f" {label(action, state, short=short)}", style))
             self._spans.append((place, place + part.cell_length, action))
             place += part.cell_length + gap
             parts.append(part)

@@ -76,7 +76,7 @@ def _node(state: DeckState, node: str, width: int) -> list[Content]:
         lines.append(Content.styled(f"not probed yet{state.key(': r probes')}", MUTED))
         return [*lines, *_rank(state, rank, width)]
     if facts.problem:
-        lines += _problem(facts, width)
+        lines += _problem(state, facts, width)
     lines += [
         pair(state.glyphs.shape(WARN), text, width, style="$warning") for text in node_state.warnings(facts, versions)
     ]
@@ -93,22 +93,18 @@ def _node(state: DeckState, node: str, width: int) -> list[Content]:
     return lines
 
 
-def _problem(facts: NodeFacts, width: int) -> list[Content]:
-    lines = [pair("problem", facts.problem or "", width, style="$error")]
+def _problem(state: DeckState, facts: NodeFacts, width: int) -> list[Content]:
+    lines, key = [pair("problem", facts.problem or "", width, style="$error")], ""
     if facts.host_key is not None:
-        lines += [
-            pair("it shows", facts.host_key.fingerprint, width),
-            pair("", "x compares it with the node's own, and accepts it", width, style=MUTED),
-        ]
+        lines.append(pair("it shows", facts.host_key.fingerprint, width))
+        key = "x compares it with the node's own, and accepts it"
     elif facts.changed_key is not None:
-        lines += [
-            pair("accepted is", facts.changed_key.accepted, width),
-            pair("it shows", facts.changed_key.found, width),
-            pair("", "x shows what can be done; it is never accepted from here", width, style=MUTED),
-        ]
+        lines.append(pair("accepted is", facts.changed_key.accepted, width))
+        lines.append(pair("it shows", facts.changed_key.found, width))
+        key = "x shows what can be done; it is never accepted from here"
     elif facts.fix:
         lines.append(pair("fix", facts.fix, width, style="bold"))
-    return lines
+    return [*lines, pair("", key, width, style=MUTED)] if state.key(key) else lines
 
 
 def _rank(state: DeckState, rank: RankStatus | None, width: int) -> list[Content]:

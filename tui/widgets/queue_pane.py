@@ -57,7 +57,8 @@ class QueuePane(Pane):
     def draw(self, state: DeckState) -> None:
         head, rows, queue = self.query_one("#queue-head", Text), self.query_one(RowList), state.queue
         if queue is None or not queue.items:
-            head.put(Content.styled("the queue is empty: n puts a run into it while another one goes on", MUTED))
+            how = state.key(": n puts a run into it while another one goes on")
+            head.put(Content.styled(f"the queue is empty{how}", MUTED))
             rows.set_rows([])
         else:
             header, lines = lay_out(_columns(state, queue), self.room - 1)

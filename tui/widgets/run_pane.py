@@ -165,7 +165,7 @@ def _waiting(state: DeckState) -> Content:
         "planned": "waiting for its supervisor",
         "preflight": "preflight checks run first (pane 2)",
         "launching": "the launcher starts the ranks",
-        "running": "the ranks load the model; the first loss comes with the first report",
+        "running": "the ranks load the model; a loss comes with the first report",
     }
     if record.task is not None:
         stages["running"] = "the ranks load the model; each result is shown as it comes"
