@@ -399,8 +399,8 @@ class FlightDeckApp(App[None]):
                 started = next((run for run in message.runs if run.id not in before and not run.state.ended), None)
                 if started is not None and self._shown in (None, self._first) and len(self.screen_stack) == 1:
                     self.open_run(started.id, view=self.state.view)
-                elif started is not None:
-                    # What a person has opened stays.
+                elif started is not None and not isinstance(self.screen, Chat):
+                    # What a person has opened stays; a chat starts its server itself.
                     self.say(f"{started.id} has started: 5 lists it")
         if not self._first_shown:
             self._first_shown = True

@@ -3,9 +3,9 @@ does."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -14,11 +14,11 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 
-from tui.formatting import copy_text, shortened, size
+from tui.formatting import copy_text, size
 from tui.glyphs import MUTED
 from tui.screens.dialog import Confirm
 from tui.state import ENGINE_ERRORS
-from tui.widgets.text import pair
+from tui.widgets.text import Column, lay_out, pair
 
 if TYPE_CHECKING:
     from engine.api import Config, Engine, NodeCopies, NodeCopy
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
-_FRAME, _FIXED = 8, 44
-"""Cells of a line beside its text, and those of its columns beside name and state."""
+_FRAME: Final = 8
+"""Cells of a line beside its text."""
 _KEYS = "p push · g pull · v verify · n name · ctrl+k remove · r again · esc back"
 
 
@@ -159,7 +159,7 @@ class ModelCopies(ModalScreen[None]):
         self._copies = [(node, copy) for node in nodes for copy in node.copies]
         rows, place = self.query_one(_Rows), self.query_one(_Rows).highlighted
         rows.clear_options()
-        rows.add_options([_row(node, copy, self.app.size.width) for node, copy in self._copies])
+        rows.add_options(_rows(self._copies, self.app.size.width - _FRAME))
         rows.highlighted = min(place or 0, len(self._copies) - 1) if self._copies else None
         self._note("" if self._copies else "no node has a model or data set in its cache or a folder of models")
         for node in nodes:
@@ -199,9 +199,13 @@ class ModelCopies(ModalScreen[None]):
             notes.update(Content("\n").join(Content.styled(line, MUTED) for line in self._notes.values() if line))
 
 
-def _row(node: NodeCopies, copy: NodeCopy, columns: int) -> Content:
-    room = max(20, columns - _FRAME - _FIXED)
-    name, state = shortened(copy.label, room * 2 // 3), shortened(copy.state, room)
-    figures = f"  {(copy.revision or '-')[:8]:<8}  {size(copy.bytes):>8}  "
-    style = "" if copy.complete else "$error"
-    return Content.assemble(f"{node.node:<12}  ", (f"{name:<{room * 2 // 3}}", "bold"), figures, (state, style))
+def _rows(copies: Sequence[tuple[NodeCopies, NodeCopy]], width: int) -> list[Content]:
+    nodes, listed = [node.node for node, _ in copies], [copy for _, copy in copies]
+    columns = [
+        Column("", nodes, 9),
+        Column("", [Content.styled(copy.label, "bold") for copy in listed], 9, grows=True),
+        Column("", [(copy.revision or "-")[:8] for copy in listed], 3),
+        Column("", [size(copy.bytes) for copy in listed], 5, right=True),
+        Column("", [Content.styled(copy.state, "" if copy.complete else "$error") for copy in listed], 9),
+    ]
+    return lay_out(columns, width)[1]

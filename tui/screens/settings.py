@@ -129,7 +129,8 @@ class SettingsForm(Dialog[Mapping[str, Any]]):
             field.parent.query_one(".note", Static).update(text)  # type: ignore[union-attr]
         self._go.disabled = bool(faults)
         if faults:
-            others = [f"{key}: {fault}" for key, fault in faults.items() if not {key, f"{key}.rank"} & fields.keys()]
+            beside = {key for key in faults if {key, f"{key}.rank"} & fields.keys() and len(faults[key]) <= room}
+            others = [f"{key}: {fault}" for key, fault in faults.items() if key not in beside]
             self.workers.cancel_node(self)
             self.set_body([pair("not possible", text, self._width, style="$error") for text in others])
         else:

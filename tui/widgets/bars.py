@@ -63,7 +63,7 @@ class KeyBar(Text):
 
     def show(self, state: DeckState) -> None:
         actions, room = bar(state), self.content_size.width
-        # A narrow terminal first loses blanks, then the longer labels, then the last keys but those that are always there.
+        # A narrow terminal first loses blanks, then the longer labels, then the last keys of those that may go.
         choices = [(gap, short) for short in (False, True) for gap in range(KEY_GAP, 0, -1)]
         while (choice := next((c for c in choices if _width(actions, state, *c) <= room), None)) is None:
             others = [action for action in actions if action.id not in _ALWAYS]
