@@ -7,12 +7,13 @@ import ipaddress
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import InputError
+from engine.protocol.manifest import path_is_below, split_slices
 from engine.protocol.metric_patterns import LONGEST_LINE, LONGEST_NUMBER, LOSSES, metric_name
 from engine.protocol.partition import parse_split
 from engine.security.identifiers import LOCAL, SSH_TARGET_FORM, SshTarget
@@ -91,6 +92,20 @@ def split_form(text: str, nodes: int | None = None) -> str | None:
     except ValueError as error:
         return f'one range per rank, such as "0-8,8-36": {error}'
     return f"{nodes} ranges, one per node, not {ranges}" if nodes not in (None, ranges) else None
+
+
+def splits_form(splits: Mapping[str, str]) -> str | None:
+    """Of [data] splits."""
+    try:
+        for text in splits.values():
+            split_slices(text)
+    except ValueError as error:
+        return f'splits of the data set by ours, such as {{ train = "train[:80%]", valid = "train[-10%:]" }}: {error}'
+    return None if "train" in splits or not splits else "a table with train"
+
+
+def subset_form(text: str) -> str | None:
+    return None if path_is_below(text) else "the name of a folder in the data set"
 
 
 _PARSER: Final[Any] = import_module("re._parser")

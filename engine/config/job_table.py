@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 from engine.config import mlx_lm_keys
 from engine.config.documents import DocumentError, file_text, read_yaml
 from engine.config.faults import FileTable
-from engine.config.formats import path_form, resolved
+from engine.config.formats import path_form, resolved, splits_form, subset_form
 from engine.config.models import JobConfig
 from engine.protocol import launchers
 from engine.protocol.job import AUTO, STRATEGIES, Framework, scaled_rate, scaling_rule
+from engine.protocol.manifest import DATA_PREFIX, hub_name
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = (
@@ -26,6 +27,8 @@ OWN_KEYS = (
 )
 _TRACKER_KEYS = ("report_to", "project_name")
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
+HUB = "hf_dataset"
+FEATURES = ("prompt_feature", "completion_feature", "chat_feature", "text_feature")
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = re.compile(
@@ -52,6 +55,8 @@ class ReadJob:
     settings: Mapping[str, Any]
     locations: Mapping[str, FileTable]
     is_command: bool
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of [data] that hf_dataset stands for."""
 
 
 def read_job(table: FileTable, base: Path) -> ReadJob:
@@ -62,6 +67,7 @@ def read_job(table: FileTable, base: Path) -> ReadJob:
     framework: Framework = "torch" if table.get("framework") == "torch" else "mlx"
     table = _with_command(table)
     command, settings, locations = "command" in table, dict[str, Any](), dict[str, FileTable]()
+    data = dict[str, Any]()
     unused = mlx_lm_keys.MLX_KEYS if framework == "torch" else mlx_lm_keys.TORCH_KEYS
     if not (command and framework == "torch"):
         if table.get("elastic") is True:
@@ -74,7 +80,7 @@ def read_job(table: FileTable, base: Path) -> ReadJob:
         allowed = _check_command(table, framework)
         settings = _command_settings(table, allowed)
     else:
-        settings, locations = _training(table, base)
+        settings, locations, data = _training(table, base)
         settings = {key: value for key, value in settings.items() if key not in unused}
     values = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
     if command and framework == "torch" and any(key in table for key in ("strategy", *mlx_lm_keys.TORCH_KEYS)):
@@ -95,7 +101,7 @@ def read_job(table: FileTable, base: Path) -> ReadJob:
     given = sorted(key for key in locations if key not in unused)
     document = {**values, **named, "mlx_lm": settings, "given": given, "rate_by_rule": by_rule}
     config = table.validated(JobConfig, document)
-    return ReadJob(config if len(table.faults) == before else None, settings, locations, command)
+    return ReadJob(config if len(table.faults) == before else None, settings, locations, command, data)
 
 
 def apply_rate_rule(settings: dict[str, Any]) -> bool:
@@ -207,8 +213,8 @@ def _command_settings(table: FileTable, allowed: Collection[str]) -> dict[str, A
     return valid
 
 
-def _training(table: FileTable, base: Path) -> tuple[dict[str, Any], dict[str, FileTable]]:
-    """mlx-lm's keys with defaults, and where each key was set."""
+def _training(table: FileTable, base: Path) -> tuple[dict[str, Any], dict[str, FileTable], dict[str, Any]]:
+    """mlx-lm's keys with defaults, where each key was set, and the keys of [data] that hf_dataset stands for."""
     given: dict[str, Any] = {}
     locations: dict[str, FileTable] = {}
     for source in (table, _yaml_keys(table, base)):
@@ -217,6 +223,7 @@ def _training(table: FileTable, base: Path) -> tuple[dict[str, Any], dict[str, F
         for key, value in source.items():
             if key in mlx_lm_keys.KEYS and key != "config" and value is not None and key not in settled:
                 given[key], locations[key] = value, source
+    data = _hub_dataset(given, locations) if HUB in given else {}
     invalid = set()
     for key, value in given.items():
         if key == "optimizer" and isinstance(value, str):
@@ -233,7 +240,53 @@ def _training(table: FileTable, base: Path) -> tuple[dict[str, Any], dict[str, F
         table.missing(key, required[key])
     settings = mlx_lm_keys.with_defaults({key: value for key, value in given.items() if key not in invalid})
     settings["lora_parameters"] = deepcopy(mlx_lm_keys.DEFAULTS["lora_parameters"]) | settings["lora_parameters"]
-    return {key: value for key, value in settings.items() if key not in invalid}, locations
+    return {key: value for key, value in settings.items() if key not in invalid}, locations, data
+
+
+def _hub_dataset(given: dict[str, Any], locations: dict[str, FileTable]) -> dict[str, Any]:
+    """Put what hf_dataset stands for into the job's keys, in place of others as in mlx-lm; the keys of [data] that it
+    stands for."""
+    named, source = given.pop(HUB), locations.pop(HUB)
+    for key in ("data", *FEATURES):
+        given.pop(key, None)
+        locations.pop(key, None)
+    # For what is refused below, so that no data is asked for.
+    locations["data"] = source
+    if isinstance(named, list) and len(named) == 1:
+        named = named[0]
+    if not isinstance(named, dict):
+        several = "one table: mlx_lm.lora joins several, which [job] data takes as one folder of files"
+        source.refuse(HUB, several if isinstance(named, list) else mlx_lm_keys.KEYS[HUB].form.accepted, named)
+        return {}
+    table, before = source.at(source.key(HUB), named), len(source.faults)
+    table.unknown(mlx_lm_keys.HubDataset.model_fields, {})
+    arguments = table.at(table.key("config"), table.table("config"))
+    accepted = "name or revision: no other argument of load_dataset is taken"
+    arguments.unknown(mlx_lm_keys.LoadArguments.model_fields, dict.fromkeys(arguments, accepted))
+    accepted_arguments = {key: arguments[key] for key in mlx_lm_keys.LoadArguments.model_fields if key in arguments}
+    hub = table.validated(mlx_lm_keys.HubDataset, {**table, "config": accepted_arguments})
+    if hub is None or len(source.faults) > before:
+        return {}
+    splits = {"train": hub.train_split, "valid": hub.valid_split}
+    if given.get("test") and hub.test_split is None:
+        table.missing("test_split", "the split of the test, as test = true")
+    elif given.get("test"):
+        splits["test"] = str(hub.test_split)
+    # What load_dataset calls the configuration of a data set with one.
+    subset = None if hub.config.name == "default" else hub.config.name
+    if subset is not None and (refused := subset_form(subset)):
+        arguments.refuse("name", refused)
+    for key, rows in splits.items():
+        if refused := splits_form({"train": rows}):
+            table.refuse(f"{key}_split", refused, rows)
+    text = f"{DATA_PREFIX}{hub.path}" + (f"@{hub.config.revision}" if hub.config.revision else "")
+    if hub_name(text) is None:
+        table.refuse("path", "a data set of the Hub, org/set, and a revision by name; a folder is named in data")
+    features = {key: value for key in FEATURES if (value := getattr(hub, key)) is not None}
+    for key, value in {"data": text, **features}.items():
+        given[key], locations[key] = value, source
+    keys = {"splits": splits} | ({"subset": subset} if subset is not None else {})
+    return keys if len(source.faults) == before else {}
 
 
 def _yaml_keys(table: FileTable, base: Path) -> FileTable:

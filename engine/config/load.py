@@ -217,7 +217,7 @@ def read_document(here: FileTable, folder: Path) -> Config:
     if job_table.get("elastic") is not True:
         # From here on every process is a node.
         tables, nodes = _by_process(tables, nodes)
-    sections = _read_sections(here, nodes)
+    sections = _read_sections(here, nodes, job.data)
     _check_nodes(tables)
     if cluster is not None:
         _check_devices(tables, cluster.backend)
@@ -241,12 +241,16 @@ def read_document(here: FileTable, folder: Path) -> Config:
     return Config(cluster=cluster, nodes=placed, job=config, **sections)
 
 
-def _read_sections(here: FileTable, nodes: Sequence[NodeConfig | None]) -> dict[str, Any]:
-    """The tables of SECTIONS; None for one with faults."""
+def _read_sections(here: FileTable, nodes: Sequence[NodeConfig | None], of_hub: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of SECTIONS; None for one with faults. `of_hub`: keys of [data] that hf_dataset stands for."""
     sections = {}
     for name, kind in SECTIONS.items():
         table = here.table(name)
         table.unknown(kind.model_fields, {})
+        if name == "data":
+            for key in of_hub.keys() & table.keys():
+                table.refuse(key, "no value here: hf_dataset of [job] names it")
+            table.update(of_hub)
         section = sections[name] = table.validated(kind, table)
         if isinstance(section, CheckpointConfig):
             _check_destination(table, section.destination, nodes)

@@ -5,7 +5,7 @@ compares the two. Intended differences: `train` is always true, `num_layers` is 
 `adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
 `learning_rate` "auto" (by engine.protocol.job), `batch_tokens`, `optimizer_precision`, `moments`, `max_grad_norm`,
 `wire`, LOCAL_KEYS, TORCH_KEYS, SAMPLE_KEYS, `epochs`, `save_best`, `patience`, `sequence_tiling` and `compile_on_cpu`
-are ours, model and data have no default, and Hugging Face data sets are not read."""
+are ours, and model and data have no default."""
 
 from __future__ import annotations
 
@@ -81,6 +81,27 @@ class _LoraParameters(_Table):
     keys: Annotated[list[_Text], Field(max_length=1000)] = []
 
 
+class LoadArguments(_Table):
+    """Those of load_dataset that have a like here."""
+
+    name: _Text | None = None
+    revision: _Text | None = None
+
+
+class HubDataset(_Table):
+    """mlx-lm's hf_dataset, with its defaults."""
+
+    path: _Text
+    config: LoadArguments = LoadArguments()
+    train_split: _Text = "train[:80%]"
+    valid_split: _Text = "train[-10%:]"
+    test_split: _Text | None = None
+    prompt_feature: _Text | None = None
+    completion_feature: _Text | None = None
+    chat_feature: _Text | None = None
+    text_feature: _Text | None = None
+
+
 OPTIMIZERS = tuple(OptimizerConfig.model_fields)
 
 
@@ -129,6 +150,10 @@ class Key:
 KEYS: dict[str, Key] = {
     "model": Key(TEXT, None, "Directory of the model in mlx-lm's format, on every node."),
     "data": Key(TEXT, None, "Directory with train.jsonl, valid.jsonl, test.jsonl, or as `[data]` says, on every node."),
+    "hf_dataset": Key(Form(HubDataset, 'a table with path = "org/set", and optionally config = {name, revision}, '
+        "train_split, valid_split, test_split, and prompt_feature, completion_feature, chat_feature or text_feature"),
+        _NO_DEFAULT, "A data set of the Hugging Face Hub, in place of data, as mlx-lm takes it: it stands for "
+        '`data = "hf:org/set"`, `subset` and `splits` of `[data]`, and these features.'),
     "config": Key(TEXT, None,
         "An mlx-lm training YAML to read these keys from; keys in flightdeck.toml have priority."),
     "train": Key(Form(Literal[True], "true: flightdeck always trains"), True, "Accepted for mlx-lm's YAML files."),
@@ -253,7 +278,6 @@ FORMER_KEYS = {
     "use_dora": 'fine_tune_type = "dora", or "lora" for false',
     "train_type": "fine_tune_type",
     "wandb": 'report_to = "wandb", and the project in project_name',
-    "hf_dataset": 'data = "hf:org/set", and its prompt_feature, completion_feature, chat_feature or text_feature here',
     "weight_decay": "no value here: it is one of optimizer_config, as in {adamw = {weight_decay = 0.01}}",
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"), "grad_accumulation_steps"),
     **dict.fromkeys(("warmup", "warmup_steps"), "no value here: it is lr_schedule's warmup"),
@@ -267,7 +291,8 @@ FORMER_KEYS = {
 }
 """Keys of earlier releases, and of files written for other trainers → what says the same today."""
 
-SAME_KEYS = {"epochs": "iters", "iters": "epochs", "batch_tokens": "batch_size", "batch_size": "batch_tokens"}
+_SAME = {"epochs": "iters", "batch_tokens": "batch_size", "hf_dataset": "data"}
+SAME_KEYS = {**_SAME, **{usual: other for other, usual in _SAME.items()}}
 """A job has one or the other."""
 SIZE_KEYS = ("clear_cache_threshold",)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

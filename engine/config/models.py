@@ -209,6 +209,14 @@ class DataConfig(_Section):
     columns: dict[DataColumn, str] = Field(default_factory=dict)
     """The file's keys of the parts of a row: `{ prompt = "Q", completion = "A" }`, of a conversation's messages `role`
     and `content`. Default: as they are often called."""
+    subset: Annotated[str, AfterValidator(accepts(formats.subset_form))] | None = None
+    """Folder of a data set that has several: `"main"` of `hf:openai/gsm8k`. Default: all of them."""
+    splits: Annotated[dict[Literal["train", "valid", "test"], str], AfterValidator(accepts(formats.splits_form))] = (
+        Field(default_factory=dict)
+    )
+    """What is trained on, validated and tested, where the names of files do not say it: `{ train = "train_sft[:80%]",
+    valid = "train_sft[-10%:]" }`, as Hugging Face's `load_dataset` names splits and their rows. Default: by the names
+    of files."""
     valid: Share | None = None
     """Share of the rows that is split off for validation where there is no such file, by the hash of each row. Default:
     0.05; none from a folder with mlx-lm's train.jsonl."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from engine.config.documents import read_text, read_toml, read_yaml, yaml_lines
 from engine.config.draft import toml_value
 from engine.config.formats import resolved
-from engine.config.job_table import OWN_KEYS
+from engine.config.job_table import FEATURES, HUB, OWN_KEYS
 from engine.config.load import load_config
 from engine.config.mlx_lm_keys import KEYS
 from engine.config.models import SECTIONS, Config
@@ -30,6 +30,11 @@ _SHOWN: Final = 200
 """Characters of a line of a file."""
 _OURS: Final = re.compile(r"^\s*(\[\[node\]\]|\[job\])", re.MULTILINE)
 TomlPath = tuple[str | int, ...]
+_OF_HUB: Final = (
+    *(("job", key) for key in ("data", *FEATURES)),
+    *(("data", *keys) for keys in (("subset",), *(("splits", split) for split in ("train", "valid", "test")))),
+)
+"""The keys that hf_dataset stands for."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ class _Sources:
         self._file = file
         self._document = read_toml(file)
         changed, self._set = overridden(self._document, config.overrides, config.folder)
-        job = changed["job"]
+        job = self._job = changed["job"]
         self._yaml = Path(resolved(job["config"], config.folder)) if job.get("config") else None
         self._keys = read_yaml(self._yaml) if self._yaml is not None else {}
         hostfile = config.cluster.hostfile
@@ -150,6 +155,8 @@ class _Sources:
                 path = ("node_defaults", key)
                 if key in ("model", "data") and _value(self._document, path) is None:
                     return self.of(("job", key))
+        if path in _OF_HUB and (HUB in self._job or (HUB in self._keys and "data" not in self._job)):
+            return self.of(("job", HUB))
         dotted = ".".join(f"[{part}]" if isinstance(part, int) else part for part in path).replace(".[", "[")
         if any(f"{dotted}.".startswith(f"{key}.") for key in self._set):
             return "--set", None

@@ -8,18 +8,20 @@ import contextlib
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from engine.protocol.attempt import open_regular
 from engine.protocol.jsonl import BLANK, is_blank, lines, parse
+from engine.protocol.manifest import split_slices
 
 HEAD_BYTES = 64 << 10
 _DELIMITERS = {b",": "CSV", b"\t": "CSV with tabs", b";": "CSV with semicolons"}
@@ -83,10 +85,62 @@ class SourceRow(NamedTuple):
     fault: str | None = None
 
 
+class SplitPart(NamedTuple):
+    """Rows of files."""
+
+    files: list[Path]
+    begin: str = ""
+    """The first row: a number from 0 or of percent, below 0 from the end on, as in Hugging Face's slices of splits."""
+    end: str = ""
+
+    def rows(self, piece: int) -> Iterator[tuple[Path, SourceRow]]:
+        """`piece` as in `read_source`. Raises DataError, OSError."""
+        begin, end = self.begin, self.end
+        total = sum(1 for _ in self._all(piece)) if "%" in begin + end or "-" in begin + end else 0
+        first, last = _bound(begin or "0", total), _bound(end, total) if end else None
+        return itertools.islice(self._all(piece), first, last)
+
+    def _all(self, piece: int) -> Iterator[tuple[Path, SourceRow]]:
+        return ((path, row) for path in self.files for row in read_source(path, piece))
+
+
+def _bound(text: str, total: int) -> int:
+    number = round(int(text[:-1]) * total / 100.0) if text.endswith("%") else int(text)
+    return max(total + number, 0) if number < 0 else number
+
+
 def suffix_of(path: Path) -> str:
     """That of what is compressed, for a compressed file."""
     name = path.name.lower()
     return Path(name[: name.rindex(".")] if name.endswith((".gz", ".bz2", ".xz")) else name).suffix
+
+
+def source_parts(source: Path, options: Mapping[str, Any]) -> dict[str, list[SplitPart]]:
+    """train, valid and test → their rows, as [data] `subset` and `splits` say, else by the names of files. Raises
+    DataError, OSError."""
+    subset, splits = options.get("subset"), options.get("splits")
+    if subset is not None:
+        source = source / subset
+        if not source.is_dir():
+            raise DataError(f"{source.parent} has no folder {subset}, which is the subset of the data")
+    files = source_files(source)
+    if not splits:
+        return {name: [SplitPart(paths)] for name, paths in files.items()}
+    return {
+        name: [SplitPart(_named(source, files, split), begin, end) for split, begin, end in split_slices(text)]
+        for name, text in splits.items()
+    }
+
+
+def _named(source: Path, files: Mapping[str, list[Path]], split: str) -> list[Path]:
+    """The files of a split that is called so, as datasets are stored: train_sft-00000-of-00003.parquet, or a folder."""
+    paths = [path for paths in files.values() for path in paths]
+    name = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?(\..*)?")
+    named = [path for path in paths if any(map(name.fullmatch, path.relative_to(source).parts))]
+    usual = next((key for key, words in _SPLITS.items() if re.fullmatch(words, split)), "")
+    if chosen := named or files.get(usual, []):
+        return chosen
+    raise DataError(f"{source} has no split {split}: no file or folder is called that")
 
 
 def source_files(source: Path) -> dict[str, list[Path]]:

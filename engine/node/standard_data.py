@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from engine.node.bootstrap import make_private, node_root
 from engine.node.probes import reason_of
 from engine.node.row_shapes import Skipped, convert
-from engine.node.source_files import HEAD_BYTES, DataError, foreign_kind, read_source, source_files
+from engine.node.source_files import HEAD_BYTES, DataError, SplitPart, foreign_kind, source_parts
 from engine.protocol.attempt import open_regular, read_regular, write_atomic
 from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank, lines, parse
 
@@ -65,14 +65,14 @@ def standard_data(source: Path, options: Mapping[str, Any]) -> StandardData:
         standard = source.is_dir() and _is_standard(source, options)
         if written or (standard and not options["data"]) or not source.exists():
             return StandardData(source, None)
-        files = source_files(source)
-        if "train" not in files:
+        parts = source_parts(source, options["data"] or {})
+        if "train" not in parts:
             return StandardData(source, None)
         if standard:
             options["data"] = {"valid": 0.0, **options["data"]}
-        target = _root() / _digest(files, options)
+        target = _root() / _digest(parts, options)
         if not (target / _REPORT).is_file():
-            _write(files, target, options)
+            _write(parts, target, options)
         os.utime(target)
         return StandardData(target, json.loads(read_regular(target / _REPORT)))
     except OSError as error:
@@ -125,7 +125,8 @@ def columns_of(options: Mapping[str, Any]) -> dict[str, str]:
     return {**named, **{"chat" if part == "messages" else part: key for part, key in columns.items()}}
 
 
-def _digest(files: Mapping[str, list[Path]], options: Mapping[str, Any]) -> str:
+def _digest(parts: Mapping[str, list[SplitPart]], options: Mapping[str, Any]) -> str:
+    files = {name: [path for part in listed for path in part.files] for name, listed in parts.items()}
     return hashlib.sha256(json.dumps([_VERSION, options, _content(files)], sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -158,20 +159,24 @@ def _content(files: Mapping[str, list[Path]]) -> str:
 class _Conversion:
     """Rows of the source on their way into the standard files."""
 
-    def __init__(self, folder: Path, files: Mapping[str, list[Path]], options: Mapping[str, Any]) -> None:
-        self._files = files
+    def __init__(self, folder: Path, parts: Mapping[str, list[SplitPart]], options: Mapping[str, Any]) -> None:
+        self._parts = parts
         self._options = options
         self._format = (options["data"] or {}).get("format", "auto")
         self._columns = columns_of(options)
-        shares = {"valid": VALID_SHARE, "test": 0.0, **(options["data"] or {})}
-        self._shares = {name: shares[name] for name in ("valid", "test") if shares[name] and name not in files}
-        self._out = {name: (folder / f"{name}.jsonl").open("wb") for name in _SPLITS if name in {*files, *self._shares}}
+        data = options["data"] or {}
+        shares = {"valid": 0.0 if data.get("splits") else VALID_SHARE, "test": 0.0, **data}
+        self._shares = {name: shares[name] for name in ("valid", "test") if shares[name] and name not in parts}
+        self._out = {name: (folder / f"{name}.jsonl").open("wb") for name in _SPLITS if name in {*parts, *self._shares}}
         self._faults = Counter[str]()
         """The first ones as they are, all others as one."""
         self.about: dict[str, Any] = {
             "shapes": Counter(), "counts": dict.fromkeys(self._out, 0), "split_off": self._shares, "skipped": {},
-            "unread": [], "files": sum(map(len, files.values())),
+            "unread": [], "files": len(self._files()),
         }  # fmt: skip
+
+    def _files(self) -> set[Path]:
+        return {path for parts in self._parts.values() for part in parts for path in part.files}
 
     def run(self) -> None:
         """Raises DataError, OSError."""
@@ -179,8 +184,8 @@ class _Conversion:
         with contextlib.ExitStack() as stack:
             for file in self._out.values():
                 stack.enter_context(file)
-            for split, path in ((split, path) for split, paths in self._files.items() for path in paths):
-                for place, values, fault in read_source(path, piece):
+            for split, part in ((split, part) for split, parts in self._parts.items() for part in parts):
+                for path, (place, values, fault) in part.rows(piece):
                     why = fault or self._take(split, f"{path}: {place}", values)
                     if why is not None:
                         shown = len(self._faults) < _SHOWN_FAULTS
@@ -192,7 +197,7 @@ class _Conversion:
         if not counts["train"]:
             others = [f"{count:,} {why}" for why, (count, _) in self.about["skipped"].items()]
             others += [f"{count:,} in {name} ([data] {name} = 0: none)" for name, count in counts.items() if count]
-            source = os.path.commonpath([path for paths in self._files.values() for path in paths])
+            source = os.path.commonpath(list(self._files()))
             raise DataError(f"{source} has no row to train on{': ' * bool(others)}{', '.join(others)}")
         for name, file in self._out.items():
             # Stock mlx-lm ends at an empty one.
@@ -234,7 +239,7 @@ class _Conversion:
         return split
 
 
-def _write(files: Mapping[str, list[Path]], target: Path, options: Mapping[str, Any]) -> None:
+def _write(parts: Mapping[str, list[SplitPart]], target: Path, options: Mapping[str, Any]) -> None:
     """Raises DataError, OSError."""
     make_private(target.parent)
     for folder in target.parent.iterdir():
@@ -245,7 +250,7 @@ def _write(files: Mapping[str, list[Path]], target: Path, options: Mapping[str, 
                 shutil.rmtree(folder)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        conversion = _Conversion(temporary, files, options)
+        conversion = _Conversion(temporary, parts, options)
         conversion.run()
         (temporary / _REPORT).write_text(json.dumps(conversion.about), encoding="utf-8")
         try:

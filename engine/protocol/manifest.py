@@ -16,6 +16,7 @@ DATA_PREFIX = "hf:"
 KINDS = ("model", "dataset")
 _NAME = re.compile(rf"({REPOSITORY})(?:@({REVISION}))?")
 _DIGEST = re.compile(DIGEST)
+_SLICE = re.compile(r"(?P<split>\w[\w.-]{0,99})(?:\[(?P<begin>-?\d{1,12}%?)?:(?P<end>-?\d{1,12}%?)?\])?", re.ASCII)
 _LONGEST_PATH, _MOST_FILES = 1024, 100_000
 
 
@@ -34,6 +35,28 @@ class HubName(NamedTuple):
     def folder(self) -> str:
         """Its folder in the cache."""
         return f"{self.kind}s--{self.name.replace('/', '--')}"
+
+
+class SplitSlice(NamedTuple):
+    split: str
+    begin: str
+    """The first row, a number from 0 or with "%"; below 0 from the end on; "" without a bound."""
+    end: str
+
+
+def split_slices(text: str) -> list[SplitSlice]:
+    """The parts of "train[:80%]+test", as `datasets.load_dataset` of Hugging Face names them. Raises ValueError."""
+    slices = []
+    for part in text.split("+"):
+        match = _SLICE.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"{part.strip()[:80]!r} is no split, or rows of one as in train[:80%] or train[-500:]")
+        bounds = [match["begin"] or "", match["end"] or ""]
+        if any("%" in bound for bound in bounds):
+            # One of them in percent makes the other one so.
+            bounds = [f"{bound.rstrip('%')}%" if bound else "" for bound in bounds]
+        slices.append(SplitSlice(match["split"], *bounds))
+    return slices
 
 
 class CopyFile(NamedTuple):

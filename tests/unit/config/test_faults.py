@@ -15,6 +15,7 @@ from engine.config.mlx_lm_keys import KEYS
 from engine.errors import ConfigError
 from tests.unit.config.documents import JOB, NODES, faults_of, load, only_fault
 
+HUB = '[job]\nmodel = "m"\nhf_dataset = '
 TWO = '[[node]]\n[[node]]\nname = "b"\nssh = "b.local"\npython = "/p"\n'
 
 CASES = [
@@ -216,7 +217,23 @@ CASES = [
     (NODES + JOB + "save_best = 1", "job.save_best", "true or false"),
     (NODES + JOB + "patience = 3\nval_batches = 0", "job.patience", "no validation to judge by"),
     (NODES + JOB + "save_best = true\nval_batches = 0", "job.save_best", "no validation to judge by"),
-    (NODES + JOB + "hf_dataset = {path = 'x'}", "job.hf_dataset", "hf:org/set"),
+    (NODES + HUB + "[{path = 'a/b'}, {path = 'c/d'}]", "job.hf_dataset", "mlx_lm.lora joins several"),
+    (NODES + HUB + "'org/set'", "job.hf_dataset", 'path = "org/set"'),
+    (NODES + HUB + "{path = '/data/set'}", "job.hf_dataset.path", "a folder is named in data"),
+    (NODES + HUB + "{train_split = 'train'}", "job.hf_dataset.path", "required"),
+    (NODES + HUB + "{path = 'a/b', train_split = 'train[:80'}", "job.hf_dataset.train_split", "train[:80%]"),
+    (NODES + HUB + "{path = 'a/b', split = 'train'}", "job.hf_dataset.split", "a known key"),
+    (
+        NODES + HUB + "{path = 'a/b', config = {data_files = 'x'}}",
+        "job.hf_dataset.config.data_files",
+        "name or revision",
+    ),
+    (NODES + HUB + "{path = 'a/b', config = {name = '../x'}}", "job.hf_dataset.config.name", "folder"),
+    (NODES + HUB + "{path = 'a/b'}\ntest = true", "job.hf_dataset.test_split", "test = true"),
+    (NODES + HUB + "{path = 'a/b'}\n[data]\nsubset = 'x'\nsplits = {train = 'x'}", "data.splits", "hf_dataset"),
+    (NODES + JOB + "[data]\nsubset = '..'", "data.subset", "folder"),
+    (NODES + JOB + "[data]\nsplits = {valid = 'test'}", "data.splits", "train"),
+    (NODES + JOB + "[data]\nsplits = {train = 'train[10'}", "data.splits", "train[:80%]"),
     # keys of earlier mlx-lm
     (NODES + JOB + "lora_layers = 4", "job.lora_layers", "num_layers"),
     (NODES + JOB + "lora-layers = 4", "job.lora-layers", "num_layers"),

@@ -72,6 +72,33 @@ def test_each_value_has_its_source(path: Path) -> None:
     assert every["recovery.max_restarts"].source == "default" and every["node.ultra.share"].text == "none"
 
 
+def test_what_mlx_lms_hf_dataset_stands_for_is_of_its_line(path: Path) -> None:
+    hub = 'hf_dataset = {path = "org/set", config = {name = "main", revision = "v1"}, prompt_feature = "q"}'
+    path.write_text(f'[[node]]\n[job]\nmodel = "m"\ndata = "unused"\ntext_feature = "unused"\n{hub}\n')
+    values = {value.key: (value.value, value.source) for value in effective(path)}
+    assert {key: value for key, (value, source) in values.items() if source == "flightdeck.toml:6"} == {
+        "node.node0.data": "hf:org/set@v1",
+        "data": "hf:org/set@v1",
+        "prompt_feature": "q",
+        "data.subset": "main",
+        "data.splits.train": "train[:80%]",
+        "data.splits.valid": "train[-10%:]",
+    }
+    assert "text_feature" not in values
+    values = {value.key: (value.value, value.source) for value in effective(path, {"data": "hf:org/other"})}
+    assert values["data"] == ("hf:org/other", "--set") and "data.splits.train" not in values
+
+
+def test_an_mlx_lm_yaml_may_name_its_hf_dataset(path: Path) -> None:
+    path.with_name("lora.yaml").write_text("model: m\ntest: true\nhf_dataset:\n- path: org/set\n  test_split: test\n")
+    path.write_text('[[node]]\n[job]\nconfig = "lora.yaml"\n')
+    values = {value.key: (value.value, value.source) for value in effective(path)}
+    assert values["data"] == ("hf:org/set", "lora.yaml:3") and values["data.splits.test"] == ("test", "lora.yaml:3")
+    path.write_text('[[node]]\n[job]\nconfig = "lora.yaml"\ndata = "mine"\n')
+    values = {value.key: (value.value, value.source) for value in effective(path)}
+    assert values["data"] == ("mine", "flightdeck.toml:4") and "data.splits.test" not in values
+
+
 def test_a_hostfiles_nodes_are_of_the_hostfile(path: Path) -> None:
     path.with_name("hosts").write_text("10.0.0.1:1\n10.0.0.2:1\n")
     path.write_text('[cluster]\nhostfile = "hosts"\n[node_defaults]\npython = "/p"\n[job]\ncommand = ["true"]\n')

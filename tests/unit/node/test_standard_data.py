@@ -446,6 +446,59 @@ def test_the_files_of_a_folder_are_split_by_their_names(
     assert tuple(about["counts"].get(name, 0) for name in ("train", "valid", "test")) == counts
 
 
+def numbered(data: StandardData) -> dict[str, list[int]]:
+    """The numbers of the rows in each file."""
+    return {
+        path.stem: [int(json.loads(line)["messages"][0]["content"]) for line in path.read_text().splitlines()]
+        for path in data.folder.glob("*.jsonl")
+    }
+
+
+@pytest.mark.parametrize(
+    ("splits", "rows"),
+    [
+        # mlx-lm's defaults; percents are rounded, as datasets does: 3.5 to 4, -3.5 to -4.
+        ({"train": "train[:80%]", "valid": "train[-10%:]"}, {"train": range(28), "valid": range(31, 35)}),
+        ({"train": "train[30:]+test[:-1]"}, {"train": [*range(30, 35), 100, 101]}),
+        ({"train": "train", "test": "validation"}, {"train": range(35), "test": range(200, 201)}),
+        ({"train": "train_sft[1:2]", "valid": "test"}, {"train": [301], "valid": range(100, 103)}),
+        ({"train": "train[:2%]"}, {"train": range(1)}),
+    ],
+)
+def test_splits_are_rows_of_a_data_sets_own_splits(
+    tmp_path: Path, splits: dict[str, str], rows: dict[str, list[int]]
+) -> None:
+    stored = {
+        "train-00000-of-00002": range(20),
+        "train-00001-of-00002": range(20, 35),
+        "test-00000-of-00001": range(100, 103),
+        "validation": range(200, 201),
+        "train_sft-00000-of-00001": range(300, 303),
+    }
+    (tmp_path / "main").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "train.jsonl").write_bytes(jsonl([{"prompt": "999", "completion": "b"}]))
+    for name, numbers in stored.items():
+        lines = jsonl([{"question": str(number), "answer": "b"} for number in numbers])
+        (tmp_path / "main" / f"{name}.jsonl").write_bytes(lines)
+    data = standard_data(tmp_path, {**OPTIONS, "data": {"subset": "main", "splits": splits}})
+    assert numbered(data) == {name: [*numbers] for name, numbers in rows.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"subset": "socratic"}, "no folder socratic"),
+        ({"splits": {"train": "train_gen"}}, "no split train_gen"),
+        ({"splits": {"train": "validation"}}, "no split validation"),
+    ],
+)
+def test_a_subset_or_split_that_is_not_there_is_named(tmp_path: Path, options: dict[str, object], why: str) -> None:
+    (tmp_path / "train-00000-of-00001.jsonl").write_bytes(jsonl(keyed("question", "answer")))
+    with pytest.raises(DataError, match=why):
+        standard_data(tmp_path, {**OPTIONS, "data": options})
+
+
 def test_documents_are_cut_at_paragraphs_into_pieces_that_are_not_truncated(tmp_path: Path) -> None:
     folder = tmp_path / "notes"
     folder.mkdir()
