@@ -16,17 +16,7 @@ from engine.errors import InputError, StateError
 from engine.models import RunRecord
 from engine.protocol.attempt import read_regular
 from engine.queue.autostart import Autostart, autostart, install, uninstall
-from engine.queue.items import (
-    ItemAdded,
-    ItemCancelled,
-    ItemHeld,
-    ItemMoved,
-    ItemReleased,
-    Queue,
-    QueueItem,
-    QueueSnapshot,
-    waits_for,
-)
+from engine.queue.items import Queue, QueueItem, QueueSnapshot, waits_for
 from engine.queue.queue_files import QueueFiles
 from engine.queue.runner_process import runner_alive, start_runner
 from engine.run.run_plan import read_plan
@@ -126,37 +116,33 @@ class QueueApi:
         audit_log("queue", "uninstalled", {"kind": made.kind}, home=self._home)
 
     def _put(self, config: Config, wishes: Mapping[str, object]) -> QueueItem:
-        put: list[QueueItem] = []
-
-        def add(queue: Queue) -> ItemAdded:
+        def add(queue: Queue) -> Queue:
             number = max((item.id for item in queue.items), default=0) + 1
             hosts = {node.name: host_key(node.ssh) for node in config.nodes}
             file = str(config.file) if config.file is not None else None
             more = {"id": number, "name": config.job.name, "hosts": hosts, "file": file, "added_at": datetime.now(UTC)}
-            put.append(QueueItem.model_validate({**more, **wishes}))
             self._files.put_config(number, config)
-            return ItemAdded(item=put[0])
+            return queue.added(QueueItem.model_validate({**more, **wishes}))
 
-        self._files.change(add)
-        return put[0]
+        return self._files.change(add).items[-1]
 
     def move(self, item: int, place: int) -> QueueItem:
         """To this place, from 1, among those that have not started. Raises InputError, StateError."""
-        return self._files.change(lambda _: ItemMoved(id=item, place=place)).item(item)
+        return self._files.change(lambda queue: queue.moved(item, place)).item(item)
 
     def hold(self, item: int) -> QueueItem:
         """Raises InputError, StateError."""
-        return self._files.change(lambda _: ItemHeld(id=item)).item(item)
+        return self._files.change(lambda queue: queue.changed(item, "held")).item(item)
 
     def release(self, item: int) -> QueueItem:
         """Raises InputError, StateError."""
-        released = self._files.change(lambda _: ItemReleased(id=item)).item(item)
+        released = self._files.change(lambda queue: queue.changed(item, "released")).item(item)
         start_runner(self._home)
         return released
 
     def cancel(self, item: int) -> QueueItem:
         """Raises InputError, StateError."""
-        cancelled = self._files.change(lambda _: ItemCancelled(id=item)).item(item)
+        cancelled = self._files.change(lambda queue: queue.changed(item, "cancelled")).item(item)
         self._files.config_file(item).unlink(missing_ok=True)
         audit_log("queue", "cancelled", {"item": item, "name": cancelled.name}, home=self._home)
         return cancelled

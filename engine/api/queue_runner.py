@@ -1,5 +1,5 @@
 """Has the items of a home's queue started: `python -m engine.api.queue_runner HOME`, one per home for as long as there
-are any. What it has decided is in the queue's journal, so that another one goes on after its death."""
+are any. What it has decided is in the queue's files, so that another one goes on after its death."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from engine.api.engine import Engine
 from engine.api.launches import run_id
@@ -25,15 +26,7 @@ from engine.models import RunState
 from engine.node.processes import stay_awake
 from engine.notify.channels import queue_empty
 from engine.protocol.attempt import write_atomic
-from engine.queue.items import (
-    ItemEnded,
-    ItemLaunching,
-    ItemStarted,
-    Queue,
-    QueueEmptied,
-    QueueEvent,
-    QueueItem,
-)
+from engine.queue.items import Queue, QueueItem
 from engine.queue.queue_files import QueueFiles
 from engine.queue.runner_process import runner_alive, take_charge
 from engine.run.run_plan import read_plan
@@ -66,11 +59,15 @@ class QueueRunner:
         self._emptied = False
 
     async def run(self) -> None:
-        """To the queue's end. Neither a full disk nor an item that is broken ends it."""
+        """To the queue's end. Neither a full disk, also at its start, nor an item that is broken ends it."""
+        in_charge = False
         async with self._engine:
             while True:
                 pause = _POLL_S
                 try:
+                    if not in_charge:
+                        take_charge(self._files)
+                        in_charge = True
                     if not await self._turn():
                         await asyncio.to_thread(self._tell_empty)
                         return
@@ -112,15 +109,15 @@ class QueueRunner:
             # A full disk, for example, is waited for.
             final = isinstance(error, InputError) or (tries >= _TRIES and not isinstance(error, StateError | OSError))
             if final and item.state != "started":
-                self._record(ItemEnded(id=item.id, outcome=RunState.FAILED, why=self._notes.pop(item.id)))
+                self._change(item, "ended", outcome=RunState.FAILED, why=self._notes.pop(item.id))
                 self._files.config_file(item.id).unlink(missing_ok=True)
 
     def _wait(self, item: QueueItem, why: str) -> None:
         self._notes[item.id] = why
         self._not_before[item.id] = time.monotonic() + _RETRY_S
 
-    def _record(self, event: QueueEvent) -> Queue:
-        return self._files.change(lambda _: event)
+    def _change(self, item: QueueItem, change: str, **fields: Any) -> None:
+        self._files.change(lambda queue: queue.changed(item.id, change, **fields))
 
     def _write_notes(self) -> None:
         if (notes := json.dumps(self._notes)) != self._noted:
@@ -135,11 +132,12 @@ class QueueRunner:
         if (why := await self._occupied(item, config)) is not None:
             self._wait(item, why)
             return
-        launching = ItemLaunching(id=item.id, run=run_id(config.job.name, datetime.now(UTC)))
+        run = run_id(config.job.name, datetime.now(UTC))
 
-        def launch(queue: Queue) -> QueueEvent | None:
+        def launch(queue: Queue) -> Queue:
             # A person may have held or cancelled it meanwhile.
-            return launching if queue.item(item.id).state == "waiting" else None
+            waits = queue.item(item.id).state == "waiting"
+            return queue.changed(item.id, "launching", run=run) if waits else queue
 
         begun = (await asyncio.to_thread(self._files.change, launch)).item(item.id)
         if begun.state == "launching":
@@ -173,7 +171,7 @@ class QueueRunner:
         if not directory.plan.exists():
             config = self._files.config(item.id)
             if config is None:
-                self._record(ItemEnded(id=item.id, why="its run was deleted"))
+                self._change(item, "ended", why="its run was deleted")
                 return
             make = self._engine.launches.make
             await asyncio.to_thread(make, config, item.skip, run_id=item.run, budget_s=item.budget_s, unattended=True)
@@ -181,35 +179,36 @@ class QueueRunner:
         self._files.config_file(item.id).unlink(missing_ok=True)
         if not directory.journal.exists() and not supervisor_alive(directory):
             await asyncio.to_thread(start_supervisor, directory)
-        await asyncio.to_thread(self._record, ItemStarted(id=item.id))
+        await asyncio.to_thread(self._change, item, "started")
 
     def _follow_run(self, item: QueueItem, run: str) -> None:
         if not self._engine.runs.directory(run).path.exists():
-            self._record(ItemEnded(id=item.id, why="its run was deleted"))
+            self._change(item, "ended", why="its run was deleted")
         elif (record := self._engine.runs.record(run)).state.ended:
-            self._record(ItemEnded(id=item.id, outcome=record.state, reason=record.reason))
+            self._change(item, "ended", outcome=record.state, reason=record.reason)
 
     def _leave(self) -> bool:
         """Recorded together with the end of this process, so that whoever adds an item meanwhile starts another."""
         left = False
 
-        def leave(queue: Queue) -> QueueEvent | None:
+        def leave(queue: Queue) -> Queue:
             nonlocal left
             if left := not any(item.open for item in queue.items):
                 self._files.runner.unlink(missing_ok=True)
             held = any(item.state == "held" for item in queue.items)
             self._emptied = left and not held and not queue.told_empty
-            return QueueEmptied() if self._emptied else None
+            return queue.model_copy(update={"told_empty": True}) if self._emptied else queue
 
         self._files.change(leave)
         return left
 
     def _tell_empty(self) -> None:
-        """As the configuration of the newest run wants it."""
-        ran = [item.run for item in self._files.read().items if item.run is not None]
-        if self._emptied and ran:
+        """As the configuration of the newest run that has not been deleted wants it."""
+        runs = [item.run for item in self._files.read().items if item.run is not None] if self._emptied else []
+        for run in sorted(runs, reverse=True):
             with contextlib.suppress(StateError):
-                queue_empty(self._engine.home, read_plan(self._engine.runs.directory(max(ran)).plan).config)
+                queue_empty(self._engine.home, read_plan(self._engine.runs.directory(run).plan).config)
+                return
 
 
 def _lock(files: QueueFiles) -> int | None:
@@ -227,10 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
     (home,) = arguments or sys.argv[1:]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     files = QueueFiles(Path(home))
-    if not files.journal.exists() or (held := _lock(files)) is None:
+    if not files.items.exists() or (held := _lock(files)) is None:
         return 0
     with os.fdopen(held):
-        take_charge(files)
         stay_awake(os.getpid(), "-i")
         asyncio.run(QueueRunner(Path(home)).run())
     return 0

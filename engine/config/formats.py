@@ -95,7 +95,7 @@ def split_form(text: str, nodes: int | None = None) -> str | None:
 
 
 def splits_form(splits: Mapping[str, str]) -> str | None:
-    """Of [data] splits."""
+    """For `splits` of [data]."""
     try:
         for text in splits.values():
             split_slices(text)

@@ -214,9 +214,9 @@ class DataConfig(_Section):
     splits: Annotated[dict[Literal["train", "valid", "test"], str], AfterValidator(accepts(formats.splits_form))] = (
         Field(default_factory=dict)
     )
-    """What is trained on, validated and tested, where the names of files do not say it: `{ train = "train_sft[:80%]",
-    valid = "train_sft[-10%:]" }`, as Hugging Face's `load_dataset` names splits and their rows. Default: by the names
-    of files."""
+    """The rows that are trained on, validated and tested, where the names of files do not say it: `{ train =
+    "train_sft[:80%]", valid = "train_sft[-10%:]" }`, as Hugging Face's `load_dataset` names splits and their rows.
+    Default: by the names of files."""
     valid: Share | None = None
     """Share of the rows that is split off for validation where there is no such file, by the hash of each row. Default:
     0.05; none from a folder with mlx-lm's train.jsonl."""

@@ -3,6 +3,7 @@ starts its process. Only where a person wants that; removed again without a trac
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import plistlib
@@ -46,9 +47,9 @@ def autostart(home: Path, user: Path | None = None) -> Autostart:
         start, end = ("launchctl", "bootstrap", domain, str(file)), ("launchctl", "bootout", f"{domain}/{name}")
         return Autostart("launchd", plistlib.dumps({**keys, **environment}).decode(), file, (start,), (end,))
     if _succeeds("systemctl", "--user", "show-environment"):
-        *words, setting = (
-            '"{}"'.format(word.replace("%", "%%").replace('"', '\\"')) for word in (*argv, f"FLIGHTDECK_HOME={home}")
-        )
+        # In arguments $ begins a variable, but in neither a program's path nor a variable's value.
+        words = [_quoted(argv[0]), *(_quoted(word).replace("$", "$$") for word in argv[1:])]
+        setting = _quoted(f"FLIGHTDECK_HOME={home}")
         # Supervisors that it has started go on when it ends.
         service = f"[Service]\nExecStart={' '.join(words)}\nEnvironment={setting}\nKillMode=process\n"
         text = f"[Unit]\nDescription=Flight Deck's queue\n\n{service}\n[Install]\nWantedBy=default.target\n"
@@ -62,11 +63,23 @@ def autostart(home: Path, user: Path | None = None) -> Autostart:
     raise InputError("nothing here can start the queue", why="no launchd, systemd or crontab", todo=todo)
 
 
+def _quoted(word: str) -> str:
+    """As systemd.syntax(7) and systemd.unit(5) have it."""
+    for sign, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("%", "%%")):
+        word = word.replace(sign, escaped)
+    return f'"{word}"'
+
+
 def install(made: Autostart) -> None:
-    """Raises StateError."""
+    """Also over itself. Raises StateError."""
     if made.file is None:
         _put_crontab([*_other_lines(made), made.text])
         return
+    if made.file.exists():
+        # launchd refuses to load an agent twice; one that is not loaded is not unloaded.
+        for command in made.to_uninstall:
+            with contextlib.suppress(StateError):
+                _run(command)
     try:
         made.file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(made.file, made.text)

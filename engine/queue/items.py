@@ -1,13 +1,11 @@
-"""The items of a queue as a pure fold over the events of its journal, and which of them may start."""
+"""The items of a queue, how they change, and which of them may start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal
-
-from pydantic import Field, TypeAdapter
+from datetime import datetime
+from typing import Any, Final, Literal
 
 from engine.errors import InputError
 from engine.models import FrozenModel, Reason, RunRecord, RunState
@@ -48,84 +46,25 @@ class QueueItem(FrozenModel):
         return self.outcome in (RunState.FAILED, RunState.LOST)
 
 
-class _Event(FrozenModel):
-    at: datetime = Field(default_factory=lambda: datetime.now(UTC))
-
-
-class ItemAdded(_Event):
-    event: Literal["added"] = "added"
-    item: QueueItem
-
-
-class _OfItem(_Event):
-    id: int
-
-
-class ItemMoved(_OfItem):
-    event: Literal["moved"] = "moved"
-    place: int
-    """From 1, among those that have not started."""
-
-
-class ItemHeld(_OfItem):
-    event: Literal["held"] = "held"
-    why: str = ""
-
-
-class ItemReleased(_OfItem):
-    event: Literal["released"] = "released"
-
-
-class ItemCancelled(_OfItem):
-    event: Literal["cancelled"] = "cancelled"
-
-
-class ItemLaunching(_OfItem):
-    """Before anything of the run is made: whoever comes next makes no other."""
-
-    event: Literal["launching"] = "launching"
-    run: str
-
-
-class ItemStarted(_OfItem):
-    event: Literal["started"] = "started"
-
-
-class ItemEnded(_OfItem):
-    event: Literal["ended"] = "ended"
-    outcome: RunState | None = None
-    reason: Reason | None = None
-    why: str = ""
-
-
-class QueueEmptied(_Event):
-    """Nothing waits or runs any more. Recorded before that is told, so that it is told once."""
-
-    event: Literal["emptied"] = "emptied"
-
-
-QueueEvent = (
-    ItemAdded | ItemMoved | ItemHeld | ItemReleased | ItemCancelled
-    | ItemLaunching | ItemStarted | ItemEnded | QueueEmptied
-)  # fmt: skip
-EVENT: Final[TypeAdapter[QueueEvent]] = TypeAdapter(Annotated[QueueEvent, Field(discriminator="event")])
-_BEFORE: Final[dict[type[_Event], tuple[ItemState, ...]]] = {
-    ItemMoved: ("waiting", "held"),
-    ItemHeld: ("waiting",),
-    ItemReleased: ("held",),
-    ItemCancelled: ("waiting", "held"),
-    ItemLaunching: ("waiting", "launching"),
-    ItemStarted: ("launching",),
-    ItemEnded: ("waiting", "launching", "started"),
+_CHANGES: Final[dict[str, tuple[ItemState, tuple[ItemState, ...]]]] = {
+    "held": ("held", ("waiting",)),
+    "released": ("waiting", ("held",)),
+    "cancelled": ("cancelled", ("waiting", "held")),
+    # Before anything of the run is made: whoever comes next makes no other.
+    "launching": ("launching", ("waiting", "launching")),
+    "started": ("started", ("launching",)),
+    "ended": ("ended", ("waiting", "launching", "started")),
 }
-"""The states of an item in which each may come."""
+"""Each change of an item: the state that it has then, and those in which that may come."""
+_MOVABLE: Final = ("waiting", "held")
+_ENDED_KEPT: Final = 200
 
 
-@dataclass(frozen=True)
-class Queue:
+class Queue(FrozenModel):
     items: tuple[QueueItem, ...] = ()
     """In their order."""
     told_empty: bool = True
+    """Recorded before that is told, so that it is told once."""
 
     def item(self, number: int) -> QueueItem:
         """Raises InputError."""
@@ -134,64 +73,38 @@ class Queue:
             raise InputError(f"the queue has no item {number}", todo="see `flightdeck queue`")
         return item
 
-    def check(self, event: QueueEvent) -> None:
-        """Raises InputError for one that may not come now."""
-        if isinstance(event, _OfItem) and (item := self.item(event.id)).state not in _BEFORE[type(event)]:
-            why = f"it is {item.state}" + (f" as {item.run}" if item.run else "")
-            todo = f"flightdeck abort {item.run}" if item.state in ("launching", "started") else ""
-            raise InputError(f"item {item.id} ({item.name}) is not {event.event}", why=why, todo=todo)
+    def added(self, item: QueueItem) -> Queue:
+        """With another one at its end; the oldest of those that have ended are left out."""
+        ended = [item.id for item in self.items if item.state in ("ended", "cancelled")][:-_ENDED_KEPT]
+        return Queue(items=(*(item for item in self.items if item.id not in ended), item), told_empty=False)
+
+    def changed(self, number: int, change: str, **fields: Any) -> Queue:
+        """With an item to which one of _CHANGES has happened. Raises InputError where that may not come."""
+        item, (state, before) = self.item(number), _CHANGES[change]
+        _check(item, change, before)
+        changed = item.model_copy(update={"state": state, "why": "", **fields})
+        items = [changed if item.id == number else item for item in self.items]
+        if changed.failed and changed.stop_on_failure:
+            # In the same step, so that no death of the queue's process comes in between.
+            held = {"state": "held", "why": f"item {number} ({item.name}) failed"}
+            items = [item.model_copy(update=held) if item.state == "waiting" else item for item in items]
+        return Queue(items=tuple(items), told_empty=self.told_empty and change != "released")
+
+    def moved(self, number: int, place: int) -> Queue:
+        """With an item at this place, from 1, among those that have not started. Raises InputError."""
+        item = self.item(number)
+        _check(item, "moved", _MOVABLE)
+        others = [item for item in self.items if item.state not in _MOVABLE]
+        movable = [one for one in self.items if one.state in _MOVABLE and one != item]
+        movable.insert(max(0, place - 1), item)
+        return Queue(items=(*others, *movable), told_empty=self.told_empty)
 
 
-def fold(queue: Queue, events: Iterable[QueueEvent]) -> Queue:
-    """One that may not come where it stands, as in a damaged journal, changes nothing."""
-    for event in events:
-        try:
-            queue.check(event)
-        except InputError:
-            continue
-        queue = _advance(queue, event)
-    return queue
-
-
-def _advance(queue: Queue, event: QueueEvent) -> Queue:
-    match event:
-        case ItemAdded():
-            return Queue((*queue.items, event.item), told_empty=False)
-        case QueueEmptied():
-            return Queue(queue.items, told_empty=True)
-        case ItemMoved():
-            return Queue(_moved(queue, event), queue.told_empty)
-        case ItemHeld():
-            changes: dict[str, Any] = {"state": "held", "why": event.why}
-        case ItemReleased():
-            changes = {"state": "waiting", "why": ""}
-        case ItemLaunching():
-            changes = {"state": "launching", "run": event.run}
-        case ItemEnded():
-            changes = event.model_dump(include={"outcome", "reason", "why"}) | {"state": "ended"}
-        case _:
-            changes = {"state": event.event}
-    items = [item.model_copy(update=changes) if item.id == event.id else item for item in queue.items]
-    if isinstance(event, ItemEnded):
-        items = _held_after(next(item for item in items if item.id == event.id), items)
-    return Queue(tuple(items), queue.told_empty and not isinstance(event, ItemReleased))
-
-
-def _held_after(ended: QueueItem, items: list[QueueItem]) -> list[QueueItem]:
-    """With the event itself, so that no death of the queue's process comes in between."""
-    if not (ended.failed and ended.stop_on_failure):
-        return items
-    held = {"state": "held", "why": f"item {ended.id} ({ended.name}) failed"}
-    return [item.model_copy(update=held) if item.state == "waiting" else item for item in items]
-
-
-def _moved(queue: Queue, event: ItemMoved) -> tuple[QueueItem, ...]:
-    movable = [item for item in queue.items if item.state in _BEFORE[ItemMoved]]
-    others = [item for item in queue.items if item not in movable]
-    (item,) = (item for item in movable if item.id == event.id)
-    movable.remove(item)
-    movable.insert(max(0, event.place - 1), item)
-    return (*others, *movable)
+def _check(item: QueueItem, change: str, before: Sequence[str]) -> None:
+    if item.state not in before:
+        why = f"it is {item.state}" + (f" as {item.run}" if item.run else "")
+        todo = f"flightdeck abort {item.run}" if item.state in ("launching", "started") else ""
+        raise InputError(f"item {item.id} ({item.name}) is not {change}", why=why, todo=todo)
 
 
 def waits_for(items: Sequence[QueueItem], used: Mapping[str, str], now: datetime) -> dict[int, str]:

@@ -1,11 +1,9 @@
-"""The files of a queue, `<home>/queue/`: its journal, a line an event, and the configuration of each item that has not
-started, 0600, since it has the job's environment. Whoever writes the journal holds a lock meanwhile."""
+"""The files of a queue, `<home>/queue/`: its items, and the configuration of each that has not started, 0600, since it
+has the job's environment. Whoever changes the items holds a lock meanwhile."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,52 +11,45 @@ from pydantic import ValidationError
 from engine.config.models import Config
 from engine.errors import InputError, StateError
 from engine.node.bootstrap import make_private
-from engine.protocol.attempt import read_regular, write_atomic
-from engine.queue.items import EVENT, Queue, QueueEvent, fold
-from engine.run.json_lines import LineFile, LineTail
+from engine.protocol.attempt import read_regular, sync_folder, write_atomic
+from engine.queue.items import Queue
 from engine.store.storage import write_lock
 
 
 class QueueFiles:
     def __init__(self, home: Path) -> None:
         self.folder = home / "queue"
-        self.journal = self.folder / "journal.jsonl"
+        self.items = self.folder / "items.json"
         self.runner = self.folder / "runner.json"
         """The process that has its items started."""
         self.notes = self.folder / "notes.json"
         """Item → why it does not start, as that process has noticed."""
         self.runner_lock = self.folder / "runner.lock"
         self.runner_log = self.folder / "runner.log"
-        self._tail, self._queue, self._reading = LineTail(self.journal), Queue(), threading.Lock()
 
     def read(self) -> Queue:
         """As it is now. Raises StateError."""
-        # The console reads it in one thread and changes it in another: no line may be folded into an older queue.
-        with self._reading:
-            self._queue = fold(self._queue, self._new_events())
-            return self._queue
+        try:
+            return Queue.model_validate_json(read_regular(self.items))
+        except FileNotFoundError:
+            return Queue()
+        except (OSError, ValidationError) as error:
+            todo = "move that file away to begin with an empty queue: runs go on"
+            raise StateError("the queue is not read", where=str(self.items), why=str(error), todo=todo) from error
 
-    def _new_events(self) -> Iterator[QueueEvent]:
-        for line in self._tail.lines():
-            with contextlib.suppress(ValidationError):
-                yield EVENT.validate_json(line)
-
-    def change(self, make: Callable[[Queue], QueueEvent | None]) -> Queue:
-        """Append the event that `make` makes of the queue as it is, if any; on the disk when this returns. Raises
-        InputError where it may not come, StateError."""
+    def change(self, make: Callable[[Queue], Queue]) -> Queue:
+        """Put what `make` makes of the queue in its place; on the disk when this returns. Raises what `make` raises,
+        StateError."""
         try:
             make_private(self.folder)
             with write_lock(self.folder / "write.lock"):
-                queue = self.read()
-                if (event := make(queue)) is not None:
-                    queue.check(event)
-                    with contextlib.closing(LineFile(self.journal)) as file:
-                        file.append(event.model_dump_json(exclude_none=True).encode(), sync=True)
-                        if file.waits:
-                            raise StateError("the queue is not changed", where=str(self.folder), why="the disk is full")
+                before = self.read()
+                if (queue := make(before)) != before:
+                    write_atomic(self.items, queue.model_dump_json())
+                    sync_folder(self.folder)
+                return queue
         except OSError as error:
             raise StateError("the queue is not changed", where=str(self.folder), why=error) from error
-        return self.read()
 
     def config_file(self, item: int) -> Path:
         return self.folder / f"{item}.json"

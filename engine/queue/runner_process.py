@@ -38,7 +38,7 @@ def start_runner(home: Path, *, wait: bool = True) -> bool:
     """Start it where items are left to start and none lives; whether one was started. Returns when it is in charge,
     unless it is not waited for. Raises StateError."""
     files = QueueFiles(home)
-    if not files.journal.exists() or not any(item.open for item in files.read().items) or runner_alive(home):
+    if not any(item.open for item in files.read().items) or runner_alive(home):
         return False
     check_private(files.folder)
     argv = [sys.executable, "-P", "-m", "engine.api.queue_runner", str(home)]

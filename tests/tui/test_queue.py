@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.queue.items import ItemLaunching, ItemStarted
 from engine.queue.queue_files import QueueFiles
 from tests.tui import fake_engine
 from tests.tui.commands import flightdeck
@@ -89,8 +88,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(home: Path, tmp_path: Path, 
     (tmp_path / "flightdeck.toml").write_text(CONFIG)
     assert flightdeck(home, "launch", "--queue", cwd=tmp_path).code == 0
     files = QueueFiles(home)
-    files.change(lambda _: ItemLaunching(id=1, run="r1"))
-    files.change(lambda _: ItemStarted(id=1))
+    files.change(lambda queue: queue.changed(1, "launching", run="r1").changed(1, "started"))
     done = flightdeck(home, *arguments, cwd=tmp_path)
     assert done.code == 2 and len(done.err.splitlines()) == 1, done
     assert items(home) == [(1, "started")]

@@ -71,6 +71,37 @@ def test_an_agent_and_a_unit_leave_supervisors_alone_and_are_removed(
     assert [command[:3] for command in commands][-1] == ("systemctl", "--user", "disable")
 
 
+def test_an_agent_that_is_loaded_is_unloaded_before_it_is_loaded_again(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def launchctl(command: tuple[str, ...], given: str = "") -> None:
+        name = command[-1].rpartition("/")[2].removesuffix(".plist")
+        if (command[1] == "bootstrap") == (name in loaded):
+            raise StateError("`launchctl` failed", why="5: Input/output error")
+        loaded[:] = [name] if command[1] == "bootstrap" else []
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(autostart, "_run", launchctl)
+    made = autostart.autostart(home, tmp_path)
+    install(made)
+    install(made)
+    loaded.clear()
+    install(made)
+    assert len(loaded) == 1, "also one that somebody has unloaded"
+
+
+def test_a_unit_has_its_paths_as_systemd_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(sys, "executable", "/opt/$v/python 3")
+    monkeypatch.setattr(autostart, "_succeeds", lambda *_: True)
+    made = autostart.autostart(Path('/h/a b/$HOME/50%/"q"/c\\d'), tmp_path)
+    assert 'ExecStart="/opt/$v/python 3" "-P" "-m" "engine.api.queue_runner" ' in made.text
+    assert ' "/h/a b/$$HOME/50%%/\\"q\\"/c\\\\d"\n' in made.text
+    assert 'Environment="FLIGHTDECK_HOME=/h/a b/$HOME/50%%/\\"q\\"/c\\\\d"\n' in made.text
+
+
 def test_an_agent_that_somebody_has_unloaded_is_removed_all_the_same(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

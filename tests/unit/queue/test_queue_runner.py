@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -135,6 +136,50 @@ async def test_that_the_queue_is_empty_is_told_once(head: Head, monkeypatch: pyt
     assert names == ["held"]
 
 
+async def test_that_it_is_empty_is_told_as_the_newest_run_that_is_left_wants_it(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr("engine.api.queue_runner.queue_empty", lambda _, config: names.append(config.job.name))
+    head.add("a1", "a2")
+    for number in (1, 2):
+        await head.turn()
+        head.end(number)
+    await head.turn()
+    shutil.rmtree(head.home / "runs" / str(head.items()[1].run))
+    head.runner._tell_empty()
+    assert names == ["a1"]
+
+
+async def test_a_disk_that_is_full_at_the_start_is_waited_for(
+    head: Head, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken: list[QueueFiles] = []
+
+    def take_charge(files: QueueFiles) -> None:
+        taken.append(files)
+        if len(taken) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("engine.api.queue_runner.take_charge", take_charge)
+    monkeypatch.setattr("engine.api.queue_runner._RETRY_S", 0.0)
+    monkeypatch.setattr("engine.api.queue_runner._POLL_S", 0.0)
+    head.add("a1")
+    head.files.change(lambda queue: queue.changed(1, "launching", run="r1").changed(1, "started"))
+    await head.runner.run()
+    assert len(taken) == 3 and head.states() == ["ended"]
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_queue_that_cannot_be_read_is_not_taken_for_an_empty_one(head: Head) -> None:
+    head.add("a1")
+    head.files.items.write_text(head.files.items.read_text()[:-20])
+    with pytest.raises(StateError, match="not read"):
+        head.add("a2")
+    with pytest.raises(StateError, match="move that file away"):
+        Engine(head.home).queue.snapshot()
+
+
 async def test_a_run_of_the_queue_has_what_the_item_says(head: Head) -> None:
     head.add("a1", budget_s=60.0, skip=["ports_free"])
     await head.turn()
@@ -148,7 +193,7 @@ async def test_a_run_of_the_queue_has_what_the_item_says(head: Head) -> None:
 async def test_none_starts_twice_wherever_the_process_is_killed(
     head: Head, monkeypatch: pytest.MonkeyPatch, changes: int, *, after: bool
 ) -> None:
-    """Before or after each change of the journal, and before or after the start of each supervisor."""
+    """Before or after each change of the queue, and before or after the start of each supervisor."""
     head.add("a1", "a2")
     left = [changes]
 
