@@ -11,7 +11,6 @@ import posixpath
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -38,15 +37,9 @@ ItemHashes = Mapping[str, str | None]
 """Item → its SHA-256; None where it does not exist. An item that is not in the mapping is not known."""
 
 
-class Decision(Enum):
-    """The consequence for a launch."""
-
-    AGREE = "agree"
-    TOLERATE = "tolerate"
-    """Some differ, within the threshold: a warning."""
-    EXCLUDE = "exclude"
-    """The divergent are left out and the plan is made again."""
-    BLOCK = "block"
+Decision = Literal["agree", "tolerate", "exclude", "block"]
+"""The consequence for a launch. "tolerate": some differ, within the threshold, a warning. "exclude": the divergent are
+left out and the plan is made again."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +83,12 @@ def agreement(workers: Mapping[str, ItemHashes], head: ItemHashes) -> Agreement:
 def decide(compared: Agreement, threshold: float, *, exclude_divergent: bool) -> Decision:
     """`threshold` is inclusive. More than half divergent always blocks, as does a missing reference."""
     if not compared.divergent:
-        return Decision.AGREE
+        return "agree"
     if compared.reference is None or 2 * len(compared.divergent) > compared.workers:
-        return Decision.BLOCK
+        return "block"
     if exclude_divergent:
-        return Decision.EXCLUDE
-    return Decision.TOLERATE if compared.ratio >= threshold else Decision.BLOCK
+        return "exclude"
+    return "tolerate" if compared.ratio >= threshold else "block"
 
 
 def _plurality(values: list[tuple[str | None, ...]]) -> tuple[str | None, ...] | None:
@@ -136,14 +129,14 @@ def evaluate(
     settings = config.preflight
     compared = agreement(workers, head)
     decision = decide(compared, settings.consistency_threshold, exclude_divergent=settings.exclude_divergent)
-    excluded = compared.divergent if decision is Decision.EXCLUDE else ()
+    excluded = compared.divergent if decision == "exclude" else ()
     findings = Findings(NAME, config)
     against = THIS_MACHINE if compared.source == "head" else "most nodes"
     for node in config.nodes:
         findings.evidence[node.name] = _list_hashes(workers[node.name])
         if node.name in compared.divergent:
             message = f"{node.name}: {_describe_difference(workers[node.name], compared.reference, against)}"
-            (findings.fault if decision is Decision.BLOCK else findings.warn)(node, message)
+            (findings.fault if decision == "block" else findings.warn)(node, message)
             findings.evidence[node.name] = message
     detail = WorkerConsistency(
         enabled=True,
@@ -168,7 +161,7 @@ def _advice(compared: Agreement, decision: Decision, threshold: float) -> str:
         nobody = f"{THIS_MACHINE} has none of them, and there is no majority among the nodes"
         return f"{nobody}: make them the same by hand"
     ratio = f"{len(compared.agreeing)} of {compared.workers} agree, {compared.ratio:.2f} against {threshold:g}"
-    if decision is Decision.EXCLUDE:
+    if decision == "exclude":
         return f"{ratio}; left out of the launch: {', '.join(compared.divergent)}"
     if 2 * len(compared.divergent) > compared.workers:
         return f"{ratio}; more than half differ"

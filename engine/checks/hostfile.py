@@ -5,7 +5,6 @@ The parser runs in a separate process: the head never imports MLX."""
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import sys
 import tempfile
@@ -70,12 +69,8 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
     ips = {node.name: list(host.ips) for node, host in zip(nodes, network.hosts, strict=True)}
     findings = Findings(NAME, context.config)
     for rank, node in enumerate(nodes):
-        if (fault := _form_problem(ips[node.name])) is not None:
-            findings.fault(node, fault)
-        else:
-            findings.evidence[node.name] = f"rank {rank}: {', '.join(ips[node.name]) or 'listens nowhere'}"
-    if not findings.faulty:
-        await _check_ownership(context, ips, findings)
+        findings.evidence[node.name] = f"rank {rank}: {', '.join(ips[node.name]) or 'listens nowhere'}"
+    await _check_ownership(context, ips, findings)
     if findings.faulty:
         return findings.verdict()
     if not all(node.local for node in nodes):
@@ -85,17 +80,6 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
     reads = "MLX reads " * FRAMEWORKS[network.framework].by_mlx_launch
     passed = f"{reads}{plural(len(nodes), 'rank')}, {network.backend}"
     return findings.verdict(passed, advice="check the cable and the firewall between them")
-
-
-def _form_problem(ips: list[str]) -> str | None:
-    """Why an address cannot be in a hostfile at all."""
-    for ip in ips:
-        try:
-            ipaddress.IPv4Address(ip)
-        except ValueError:
-            why = "the ring takes no names, and splits IPv6 at its first colon"
-            return f"{ip} is no IPv4 address: {why}; {_OWN_ADDRESS}"
-    return None
 
 
 def neighbours(network: NetworkPlan) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import PurePosixPath
 
 from engine.checks import connectivity, sync
@@ -37,9 +38,10 @@ async def run(context: CheckContext) -> CheckResult:
         # As for every path from outside: it may not lead out of the workdir.
         if word.endswith(".py") and ".." in PurePosixPath(word).parts:
             raise InputError(f"the script {safe_repr(word)}", why="refused", todo="give a path without ..")
+    arguments = json.dumps(context.config.preflight.roots), *command
     answers = await context.on_all_nodes(
         lambda node: context.probe(
-            node, "program", node.workdir, node.python, *command, result_type=ProgramLocation, timeout_s=_LIMIT_S
+            node, "program", node.workdir, node.python, *arguments, result_type=ProgramLocation, timeout_s=_LIMIT_S
         )
     )
     findings = Findings(NAME, context.config)
@@ -49,8 +51,6 @@ async def run(context: CheckContext) -> CheckResult:
             if fix is None and (package := _PACKAGES.get(location.absent or "")) is not None:
                 fix = install_fix(node.python, Interpreter(), {package: ""})
             findings.fault(node, location.fault, fix)
-        elif (why := _outside(context, location)) is not None:
-            findings.fault(node, why)
         else:
             findings.evidence[node.name] = location.program or ""
         for lock in location.locks if job.framework == "torch" else ():
@@ -62,14 +62,6 @@ async def run(context: CheckContext) -> CheckResult:
     if nested is not None and len(context.config.nodes) > 1:
         (findings.overall.fault if nested.certain else findings.overall.warn)(str(nested))
     return findings.verdict(" ".join(job.redactor().words(command)))
-
-
-def _outside(context: CheckContext, location: ProgramLocation) -> str | None:
-    """Why a script may not be run from where it is; None when it may."""
-    script, allowed = location.script, (*location.roots, *context.config.preflight.roots)
-    if script is None or any(PurePosixPath(script).is_relative_to(root) for root in allowed):
-        return None
-    return f"{script} is outside of the home and the workdir: move it, or name its folder in [preflight] roots"
 
 
 CHECK = Check(

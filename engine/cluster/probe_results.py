@@ -295,10 +295,6 @@ class Reporters(FrozenModel):
 class ProgramLocation(FrozenModel):
     program: ShortText | None
     """The program that would run."""
-    script: PathText | None = None
-    """Where its Python script lies, symlinks followed."""
-    roots: list[PathText] = Field(default_factory=list, max_length=10)
-    """The node's home and its workdir, likewise."""
     launcher: tuple[ShortText, bool] | None = None
     """The sentence about a launcher in a shell script, and whether it is certain."""
     fault: ShortText | None

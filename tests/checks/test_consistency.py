@@ -72,13 +72,13 @@ def test_more_than_half_divergent_always_blocks(
     found = agreement(workers, head)
     decision = decide(found, threshold, exclude_divergent=exclude)
     if not found.divergent:
-        assert decision is Decision.AGREE
+        assert decision == "agree"
     elif len(found.divergent) > len(workers) / 2 or found.reference is None:
-        assert decision is Decision.BLOCK
+        assert decision == "block"
     elif exclude:
-        assert decision is Decision.EXCLUDE
+        assert decision == "exclude"
     else:
-        assert decision is (Decision.TOLERATE if found.ratio >= threshold else Decision.BLOCK)
+        assert decision == ("tolerate" if found.ratio >= threshold else "block")
 
 
 @given(WORKERS, HEADS, st.randoms())
@@ -91,9 +91,7 @@ def test_the_order_of_the_workers_changes_nothing(
     assert (one.reference, set(one.agreeing)) == (other.reference, set(other.agreeing))
 
 
-@pytest.mark.parametrize(
-    ("workers", "decision"), [(20, Decision.TOLERATE), (19, Decision.BLOCK), (40, Decision.TOLERATE)]
-)
+@pytest.mark.parametrize(("workers", "decision"), [(20, "tolerate"), (19, "block"), (40, "tolerate")])
 def test_the_threshold_is_inclusive(workers: int, decision: Decision) -> None:
     found = of("b", *["a"] * (workers - 1), head="a")
     assert decide(found, 0.95, exclude_divergent=False) is decision
@@ -102,12 +100,12 @@ def test_the_threshold_is_inclusive(workers: int, decision: Decision) -> None:
 def test_the_head_is_right_also_against_the_majority() -> None:
     found = of("b", "b", "a", head="a")
     assert (found.source, found.agreeing) == ("head", ("w2",))
-    assert decide(found, 0.3, exclude_divergent=True) is Decision.BLOCK
+    assert decide(found, 0.3, exclude_divergent=True) == "block"
 
 
 def test_of_two_workers_the_one_that_differs_from_the_head_may_be_left_out() -> None:
-    assert decide(of("a", "b", head="a"), 0.95, exclude_divergent=True) is Decision.EXCLUDE
-    assert decide(of("a", "b"), 0.95, exclude_divergent=True) is Decision.BLOCK
+    assert decide(of("a", "b", head="a"), 0.95, exclude_divergent=True) == "exclude"
+    assert decide(of("a", "b"), 0.95, exclude_divergent=True) == "block"
 
 
 def test_no_workers_are_an_error() -> None:

@@ -24,15 +24,11 @@ async def test_a_local_ring_is_valid(config: Config) -> None:
     assert (result.status, result.summary) == (CheckStatus.PASS, "MLX reads 2 ranks, ring")
 
 
-@pytest.mark.parametrize(
-    ("ip", "problem"),
-    [("localhost", "no IP address"), ("192.0.2.1", "no address of this machine"), ("::1", "IPv6")],
-)
-async def test_an_address_that_a_rank_could_not_listen_on_is_named(config: Config, ip: str, problem: str) -> None:
-    nodes = (config.nodes[0], config.nodes[1].model_copy(update={"ips": (ip,)}))
+async def test_an_address_that_a_rank_could_not_listen_on_is_named(config: Config) -> None:
+    nodes = (config.nodes[0], config.nodes[1].model_copy(update={"ips": ("192.0.2.1",)}))
     result = await run_check(check.run, config.model_copy(update={"nodes": nodes}))
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
-    assert problem.rsplit(maxsplit=1)[-1] in result.summary
+    assert "192.0.2.1 is not an address of this machine" in result.summary
 
 
 async def test_a_missing_interpreter_is_not_taken_for_a_wrong_address(config: Config, tmp_path: Path) -> None:

@@ -199,13 +199,13 @@ _SCRIPT_CHARACTERS = 1 << 18
 _LOCKS = 20
 
 
-def probe_program(workdir_path: str, python: str, *words: str) -> dict[str, Any]:
-    """The answer is a ProgramLocation of the head's."""
-    return {**_program(workdir_path, python, *words), "locks": abandoned_locks()[:_LOCKS]}
+def probe_program(workdir: str, python: str, roots: str, *words: str) -> dict[str, Any]:
+    """The answer is a ProgramLocation of the head's. `roots` is JSON: folders in which a script may lie, symlinks
+    followed, as in the home and the workdir."""
+    return {**_program(Path(workdir), python, json.loads(roots), *words), "locks": abandoned_locks()[:_LOCKS]}
 
 
-def _program(workdir_path: str, python: str, *words: str) -> dict[str, Any]:
-    workdir = Path(workdir_path)
+def _program(workdir: Path, python: str, roots: list[str], *words: str) -> dict[str, Any]:
     if not workdir.is_dir():
         return _fault(f"workdir {workdir} is not there{did_you_mean(workdir)}", make=str(workdir))
     # The keeper's own words for what differs from node to node.
@@ -230,8 +230,11 @@ def _program(workdir_path: str, python: str, *words: str) -> dict[str, Any]:
             path = workdir / Path(script).expanduser()
             if not path.is_file():
                 return _fault(f"{path} is not there{did_you_mean(path)}")
-            roots = [str(Path.home().resolve()), str(workdir.resolve())]
-            return {"program": f"{program} {path}", "fault": None, "script": str(path.resolve()), "roots": roots}
+            allowed = [Path.home(), workdir, *(Path(root).expanduser() for root in roots)]
+            if not any(path.resolve().is_relative_to(root.resolve()) for root in allowed):
+                todo = "move it, or name its folder in [preflight] roots"
+                return _fault(f"{path.resolve()} is outside of the home and the workdir: {todo}")
+            return {"program": f"{program} {path}", "fault": None}
     return {"program": str(program), "fault": None, "launcher": _launcher_within(workdir, program, command)}
 
 
