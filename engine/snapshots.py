@@ -230,7 +230,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class TrainedFile:
-    """The newest adapters, trained weights or whole model that a run has saved."""
+    """The newest adapters, trained weights or whole model that a run has saved, or those in a state."""
 
     path: str
     """On its node."""
@@ -241,6 +241,13 @@ class TrainedFile:
     """Uses it, in a shell of that node."""
     unserved: str | None = None
     """Why it is not served; None where it can be."""
+    parts: tuple[tuple[str, str, str], ...] = ()
+    """Each part of a state, newer than all such files: its node, its folder there, and the SHA-256 of its manifest."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Those that have some of it."""
+        return tuple(dict.fromkeys((self.node, *(node for node, _, _ in self.parts))))
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def membership_change(attempt: AttemptStatus, before: AttemptStatus | None) -> s
 
 def trained_text(file: TrainedFile) -> str:
     """ "…/adapters.safetensors (1.5 MB) on ultra"."""
-    return f"{file.path} ({size(file.size)}) on {file.node}"
+    return f"{file.path} ({size(file.size)}) on {', '.join(file.nodes)}"
 
 
 def result_text(result: RunResult) -> str:

@@ -120,7 +120,9 @@ class ResultsApi:
         result = RunResult(self._runs.fused(run)) if wanted == "fused" else self.result(run)
         files = next((files for kind in kinds if (files := result.newest(kind, best=best))), ())
         if not files:
-            raise InputError("there is nothing to fetch", where=run, why=why)
+            fuses = wanted == "trained" and result.newest("checkpoint")
+            todo = f"`flightdeck fuse {run}` makes a model of its newest checkpoint" if fuses else ""
+            raise InputError("there is nothing to fetch", where=run, why=why, todo=todo)
         return list({file.name: file for file in files}.values())
 
     def _measured(self, run: RunRecord, weights: ModelFolder, path: str | None) -> Iterator[Evaluated | Fused]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -19,6 +19,7 @@ from engine.job.traits import FrameworkTraits
 from engine.models import RunRecord
 from engine.protocol.task import API_TOKEN_ENV, Task, TaskKind, is_loopback
 from engine.run.journal import read_history
+from engine.run.result import StateParts
 from engine.run.run_plan import RunPlan, read_plan
 from engine.run.watch import RunWatch
 from engine.snapshots import TrainedFile
@@ -34,7 +35,7 @@ class TaskRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Those of the kind's program."""
     divided: bool = False
-    """Over all nodes of the run; else on the one that has what was trained."""
+    """Over all nodes of the run; else on the one that has what was trained, or those that have parts of it."""
 
 
 class TasksApi:
@@ -64,10 +65,12 @@ class TasksApi:
         _refuse_divided(plan.config.job.kind.framework, request)
         record, weights = _weights(directory, plan)
         options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
+        parts = _on_hosts(plan.config, weights.parts)
+        nodes = tuple(dict.fromkeys(node for node, _, _ in parts)) or (weights.node,)
         model = self._runs.fused(record.id) if request.kind == "evaluate" else ()
         fused = next((str(PurePath(file.path).parent) for file in model if file.node == weights.node), None)
-        task = Task(request.kind, record.id, weights.path, fused, options)
-        return _with_task(_as_launched(directory, plan, weights.node), task, weights.node, divided=request.divided)
+        task = Task(request.kind, record.id, None if parts else weights.path, fused, options, [*map(list, parts)])
+        return _with_task(_as_launched(directory, plan, nodes), task, nodes, divided=request.divided)
 
 
 def _weights(directory: RunDir, plan: RunPlan) -> tuple[RunRecord, TrainedFile]:
@@ -77,15 +80,17 @@ def _weights(directory: RunDir, plan: RunPlan) -> tuple[RunRecord, TrainedFile]:
     if snapshot.result is None:
         why, todo, yet = f"it is {record.state}", f"wait for its end, or stop it: flightdeck abort {record.id}", " yet"
     elif weights is None and why is None:
-        why = "it has saved no weights"
-        if states := snapshot.result.newest("checkpoint"):
-            parts = len({PurePath(file.path).parent for file in states})
-            form = f"is in {parts} parts" if parts > 1 else "is compressed"
-            why += f" by themselves, and its newest state, of iteration {states[0].iteration:,}, {form}"
-            todo = f"`flightdeck resume {record.id}` goes on from that, and saves them"
+        why = "it has saved no weights, and no whole checkpoint"
     if weights is None or why is not None:
         raise InputError(f"{record.id} has no result{yet}", why=why or "", todo=todo)
     return record, weights
+
+
+def _on_hosts(config: Config, parts: StateParts) -> StateParts:
+    """`parts` with one node for all those of a host, which can read what any of them has saved."""
+    hosts = {node.name: node.ssh for node in config.nodes}
+    first = {hosts.get(node, node): node for node, _, _ in reversed(parts)}
+    return tuple((first[hosts.get(node, node)], folder, manifest) for node, folder, manifest in parts)
 
 
 def serve_request(host: str, port: int, max_tokens: int = 512, *, divided: bool) -> TaskRequest:
@@ -104,18 +109,18 @@ def _refuse_divided(framework: FrameworkTraits, request: TaskRequest) -> None:
         raise InputError("it answers on one node", why=why, todo="leave out --divided")
 
 
-def _as_launched(directory: RunDir, plan: RunPlan, node: str) -> Config:
-    """The configuration of a run's last attempt, with what was decided for it, and with `node`, which has the weights,
-    where the attempt was without it."""
+def _as_launched(directory: RunDir, plan: RunPlan, needed: Sequence[str]) -> Config:
+    """The configuration of a run's last attempt, with what was decided for it, and with the nodes that are `needed`
+    for the weights, where the attempt was without them."""
     history = read_history(directory)
     nodes = history.last_attempt.plan.nodes if history.last_attempt is not None else ()
-    return history.plan_on(plan, (node, *nodes)).config
+    return history.plan_on(plan, (*needed, *nodes)).config
 
 
-def _with_task(config: Config, task: Task, node: str, *, divided: bool) -> Config:
-    """`config` for a task in place of its training, on all its nodes or on `node`, which has the weights, alone."""
-    # Rank 0 has them.
-    config = select_nodes(config, [other.name for other in config.nodes] if divided else [node], first=node)
+def _with_task(config: Config, task: Task, needed: Sequence[str], *, divided: bool) -> Config:
+    """`config` for a task in place of its training, on all its nodes or on those alone that have the weights."""
+    # Rank 0 has them, or the first part.
+    config = select_nodes(config, [node.name for node in config.nodes] if divided else needed, first=needed[0])
     job = config.job
     framework, alone = job.kind.framework, len(config.nodes) == 1 and job.kind.strategy.least_ranks > 1
     if alone or framework.unserved is not None:

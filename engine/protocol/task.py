@@ -29,6 +29,9 @@ class Task:
     """A fused model's directory, on the node of rank 0."""
     options: dict[str, Any] = field(default_factory=dict)
     """Those of the kind."""
+    parts: list[list[str]] = field(default_factory=list)
+    """In place of `weights`, the parts of a saved state, in order: of each a node of the task that has it, its folder
+    there, and the SHA-256 of its manifest."""
 
 
 def is_loopback(host: str) -> bool:

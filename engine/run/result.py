@@ -16,9 +16,11 @@ from engine.snapshots import Energy, ResultFile, RunResult, ValidationLoss
 
 _WEIGHTS = re.compile(r"[0-9]+_adapters\.safetensors|best_adapters\.safetensors")
 """Fetched as the adapters.safetensors that mlx-lm loads beside adapter_config.json."""
-STATE_WEIGHTS = "weights.safetensors"
-"""The trained weights in a saved state, where they are not compressed (engine.trainer.checkpoint.store)."""
+_STATE_WEIGHTS = "weights."
+"""Begins the name of the file of the trained weights in a saved state (engine.trainer.checkpoint.store)."""
 _PART = re.compile(r"part[0-9]+")
+StateParts = tuple[tuple[str, str, str], ...]
+"""As TrainedFile.parts."""
 
 
 def run_result(history: RunHistory, series: MetricsSeries, now: datetime) -> RunResult:
@@ -28,7 +30,7 @@ def run_result(history: RunHistory, series: MetricsSeries, now: datetime) -> Run
     before_updates = training is not None and training.from_base and first and first[0].iteration == 0
     until = history.record.ended_at or now
     return RunResult(
-        files=tuple(_weights(history)) + tuple(_newest_state(history)),
+        files=(*_weights(history), *_state_files(history)),
         first=first[0] if first else None,
         best=min(validations, key=lambda validation: validation.loss, default=None),
         last=last[0] if last else None,
@@ -49,22 +51,25 @@ def _energy(history: RunHistory, tokens: int | None) -> Energy | None:
     return Energy(joules, seconds, nodes, joules / tokens * 1e6 if tokens else None) if nodes else None
 
 
-def newest_weights(history: RunHistory) -> tuple[str, str, int] | None:
-    """The node, the path and the bytes of the trained weights that can be used alone and were saved last: by
-    themselves, or in the state of a run that ended before its time."""
+def newest_weights(history: RunHistory) -> tuple[str, str, int, StateParts] | None:
+    """The node, the path and the bytes of the trained weights that were saved last: by themselves; or in the state of a
+    run that ended before its time, with its parts."""
     saves = [event for (_, best), event in history.weights.items() if not best]
     saved = max(saves, key=lambda event: event.at, default=None)
-    states = [file for file in _newest_state(history) if PurePosixPath(file.path).name == STATE_WEIGHTS]
-    # A state in parts has no part that could be used alone.
-    if len(states) == 1 and (saved is None or states[0].iteration > saved.saved.iteration):
-        return states[0].node, states[0].path, states[0].bytes
+    states = _newest_state(history)
+    if states and (saved is None or states[0][2].iteration > saved.saved.iteration):
+        files = [(name, size) for _, _, state in states for name, size, _ in state.files]
+        # PyTorch's files have the weights and the optimizer's state in one.
+        sizes = [size for name, size in files if name.startswith(_STATE_WEIGHTS)] or [size for _, size in files]
+        parts = tuple((node, state.folder, manifest) for node, manifest, state in states)
+        return parts[0][0], parts[0][1], sum(sizes), parts
     if saved is None:
         return None
-    sizes = {name: size for name, size, _ in saved.saved.files}
+    sizes_of = {name: size for name, size, _ in saved.saved.files}
     # mlx-lm's adapters are a file, of which a folder may have several; all else is used as a whole.
-    if (name := next((name for name in sizes if name.endswith("adapters.safetensors")), None)) is not None:
-        return saved.node, str(PurePosixPath(saved.saved.folder, name)), sizes[name]
-    return saved.node, saved.saved.folder, sum(sizes.values())
+    if (name := next((name for name in sizes_of if name.endswith("adapters.safetensors")), None)) is not None:
+        return saved.node, str(PurePosixPath(saved.saved.folder, name)), sizes_of[name], ()
+    return saved.node, saved.saved.folder, sum(sizes_of.values()), ()
 
 
 def _weights(history: RunHistory) -> Iterator[ResultFile]:
@@ -74,10 +79,11 @@ def _weights(history: RunHistory) -> Iterator[ResultFile]:
             yield replace(file, name="adapters.safetensors") if _WEIGHTS.fullmatch(name) else file
 
 
-def _newest_state(history: RunHistory) -> Iterator[ResultFile]:
-    """The newest state of which every part was saved, with one copy of each."""
-    states: dict[tuple[str, ...], dict[int, tuple[str, SavedFiles]]] = {}
-    newest = dict[int, tuple[str, SavedFiles]]()
+def _newest_state(history: RunHistory) -> list[tuple[str, str, SavedFiles]]:
+    """The newest state of which every part was saved: of one copy of each, in order, its node and the SHA-256 of its
+    manifest."""
+    states: dict[tuple[str, ...], dict[int, tuple[str, str, SavedFiles]]] = {}
+    newest = dict[int, tuple[str, str, SavedFiles]]()
     for event in sorted((event for saved in history.states.values() for event in saved), key=lambda event: event.at):
         (place, _, author), saved = event.state.partition("@"), event.saved
         # A run that is complete has removed its emergency checkpoints.
@@ -89,10 +95,14 @@ def _newest_state(history: RunHistory) -> Iterator[ResultFile]:
             # A later attempt saves it anew.
             del states[key]
         parts = states.setdefault(key, {})
-        parts[part] = event.node, saved
+        parts[part] = event.node, event.manifest, saved
         if len(parts) == saved.parts:
             newest = parts
-    for _, (node, saved) in sorted(newest.items()):
+    return [newest[part] for part in sorted(newest)]
+
+
+def _state_files(history: RunHistory) -> Iterator[ResultFile]:
+    for node, _, saved in _newest_state(history):
         folder = PurePosixPath(saved.folder)
         depth = 2 if _PART.fullmatch(folder.parent.name) else 1
         yield from _files(node, saved, "checkpoint", "/".join(folder.parts[-depth:]))

@@ -22,7 +22,7 @@ from engine.run.journal import JournalTail, describe_damage
 from engine.run.metrics import MetricsSeries
 from engine.run.notifications import NOTIFIER, NotificationTail
 from engine.run.rank_events import RankEvents
-from engine.run.result import STATE_WEIGHTS, newest_weights, run_result
+from engine.run.result import newest_weights, run_result
 from engine.run.run_plan import read_plan_and_damage
 from engine.run.verification import verify
 from engine.snapshots import (
@@ -204,8 +204,9 @@ class RunWatch:
             return None
         name, path, size = weights[0], PurePosixPath(weights[1]), weights[2]
         unserved = config.job.kind.framework.unserved
-        if path.name == STATE_WEIGHTS:
-            return TrainedFile(str(path), size, name, f"flightdeck generate {self._rundir.id} -p Hello", unserved)
+        if parts := weights[3]:
+            command = f"flightdeck generate {self._rundir.id} -p Hello"
+            return TrainedFile(str(path), size, name, command, unserved, parts)
         node = next((node for node in config.nodes if node.name == name), None)
         if node is None:
             # Of a plan that was written anew or damaged.

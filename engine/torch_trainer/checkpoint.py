@@ -132,7 +132,7 @@ class StateCheckpoints:
                     checkpoint_files.replace_folder(scratch, target)
                 sync_folder(self._base)
 
-        failure = _first_failure(make_folder) or _first_failure(write) or _first_failure(commit)
+        failure = first_failure(make_folder) or first_failure(write) or first_failure(commit)
         if failure is not None:
             if self._leads:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -211,7 +211,7 @@ class StateCheckpoints:
             if converted and self._leads:
                 self._strategy.convert(folder, target)
 
-        failure = _first_failure(convert)
+        failure = first_failure(convert)
         try:
             if failure is not None:
                 raise CheckpointError(failure)
@@ -273,14 +273,14 @@ class StateCheckpoints:
             if lacking:
                 source = next(rank for rank in self._leaders if name in intact[rank])
                 send = partial(self._send, folder, entry, source, self._rank in lacking)
-                if (failure := _first_failure(send)) is not None:
+                if (failure := first_failure(send)) is not None:
                     raise CheckpointError(f"{name} cannot be sent to the nodes that lack it: {failure}")
 
         def write_manifests() -> None:
             for manifest in manifests if self._leads else ():
                 write_atomic(folder / f"manifest-{manifest.part}.json", manifest.to_json().decode())
 
-        if (failure := _first_failure(write_manifests)) is not None:
+        if (failure := first_failure(write_manifests)) is not None:
             raise CheckpointError(failure)
 
     def _verified(self, folder: Path, entries: Mapping[str, FileEntry]) -> Iterator[str]:
@@ -298,7 +298,7 @@ class StateCheckpoints:
         """From the disk of rank `source` to those of the ranks that are `lacking`. Every rank takes part to the end;
         then raises CheckpointError, OSError, where it has failed."""
         path, digest = folder / entry.name, hashlib.sha256()
-        pieces = _broadcast_file(path, entry.stored_bytes, source)
+        pieces = broadcast_file(path, entry.stored_bytes, source)
         try:
             if lacking:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -315,7 +315,7 @@ class StateCheckpoints:
                 pass
 
 
-def _broadcast_file(path: Path, size: int, source: int) -> Iterator[bytes]:
+def broadcast_file(path: Path, size: int, source: int) -> Iterator[bytes]:
     """The content of rank `source`'s file on every rank, piece by piece. Raises CheckpointError, on all of them, where
     it cannot be read."""
     with contextlib.ExitStack() as stack:
@@ -336,7 +336,7 @@ def _broadcast_file(path: Path, size: int, source: int) -> Iterator[bytes]:
             yield data
 
 
-def _first_failure(step: Callable[[], None]) -> str | None:
+def first_failure(step: Callable[[], None]) -> str | None:
     """Take a step on every rank; why it has failed on the first of those where it has, on all of them."""
     failure = None
     try:

@@ -258,7 +258,7 @@ class TrainedFolder:
             self.tokenizer.save_pretrained(whole)
             (whole / FACTS_FILE).write_text(json.dumps(facts, indent=1))
             for target in targets:
-                copy = shutil.copytree(whole, Path(scratch, "copy"), copy_function=_link)
+                copy = shutil.copytree(whole, Path(scratch, "copy"), copy_function=link)
                 if target != self.path:
                     replace_folder(copy, target)
                     continue
@@ -270,7 +270,7 @@ class TrainedFolder:
             return sum(path.stat().st_size for path in whole.glob("*.safetensors")), list_files(whole, names)
 
 
-def _link(source: str, target: str) -> None:
+def link(source: str, target: str) -> None:
     """A second name of a file, which nothing writes to again; a copy where the volume has no such links."""
     try:
         os.link(source, target)

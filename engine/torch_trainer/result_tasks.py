@@ -31,6 +31,7 @@ from engine.torch_trainer.model import (
     loss_sum,
     row_format,
 )
+from engine.torch_trainer.saved_weights import assembled
 from engine.torch_trainer.strategies import join_group
 from engine.torch_trainer.train import peak_memory, sum_over_ranks
 from engine.training.data import EMPTY, DataLoader, rank_job
@@ -140,10 +141,9 @@ class TorchVariants(MeasuredVariants):
     shares: DataLoader
 
     @classmethod
-    def of(cls, process: TrainingProcess, task: Task) -> TorchVariants:
+    def of(cls, loader: WeightLoader, task: Task) -> TorchVariants:
         """Raises JobError, GroupError."""
-        loader = WeightLoader.of(process)
-        job, tokenizer = loader.job, load_tokenizer(loader.job)
+        process, job, tokenizer = loader.process, loader.job, load_tokenizer(loader.job)
         split, examples = evaluated_split(job, task, row_format(job, tokenizer), process.reporter)
         shares = DataLoader(None, job, [rank.share for rank in process.spec.ranks], process.rank, process.reporter)
         variants = cls(process, job, task, split, examples, loader, tokenizer, shares)
@@ -260,10 +260,10 @@ class TorchGenerator:
         )
 
 
-def answer_prompts(process: TrainingProcess, task: Task) -> None:
+def answer_prompts(loader: WeightLoader, task: Task) -> None:
     """Raises JobError, GroupError."""
+    process, options = loader.process, GenerateOptions.of(task)
     stop = process.control.stop
-    options, loader = GenerateOptions.of(task), WeightLoader.of(process)
     generator = TorchGenerator(process, load_tokenizer(loader.job), options, loader.device)
     for variant, model in loader.variants(task, options.variants):
         process.reporter.phase("generating")
@@ -273,11 +273,11 @@ def answer_prompts(process: TrainingProcess, task: Task) -> None:
     loader.end()
 
 
-def do_lm_eval(process: TrainingProcess, task: Task) -> None:
+def do_lm_eval(loader: WeightLoader, task: Task) -> None:
     """Do lm-eval's tasks of the task. Raises JobError, GroupError."""
     from lm_eval.models.huggingface import HFLM
 
-    options, loader = LmEvalOptions(**task.options), WeightLoader.of(process)
+    process, options = loader.process, LmEvalOptions(**task.options)
     tokenizer = load_tokenizer(loader.job)
 
     def go_on(*_: object) -> None:
@@ -295,12 +295,13 @@ def do_lm_eval(process: TrainingProcess, task: Task) -> None:
 
 def run(process: TrainingProcess) -> None:
     """One rank's part of the task. Raises JobError, GroupError, OSError."""
-    task = Task(**process.spec.task or {})
-    if task.kind == "generate":
-        answer_prompts(process, task)
-    elif task.kind == "lm_eval":
-        do_lm_eval(process, task)
-    elif task.kind == "fuse":
-        PeftMerge(TorchVariants.of(process, task)).run_to_end()
-    else:
-        TorchVariants.of(process, task).measure_all()
+    loader = WeightLoader.of(process)
+    with assembled(process, loader.job, loader.dtype, Task(**process.spec.task or {})) as task:
+        if task.kind == "generate":
+            answer_prompts(loader, task)
+        elif task.kind == "lm_eval":
+            do_lm_eval(loader, task)
+        elif task.kind == "fuse":
+            PeftMerge(TorchVariants.of(loader, task)).run_to_end()
+        else:
+            TorchVariants.of(loader, task).measure_all()

@@ -21,7 +21,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +35,8 @@ from engine.training.reporting import GroupError, first_line
 
 _STATE = "state"
 """DeepSpeed's tag: its files are in a folder of this name."""
+_MODEL = "model."
+"""Begins the names of the trained weights among torch.distributed.checkpoint's."""
 _NVME = "offload = 'nvme': DeepSpeed's files in nvme_path are not part of a checkpoint of the state"
 
 
@@ -86,16 +88,22 @@ def make_accelerator(
         )
     # Only here: the other strategies need no DeepSpeed.
     import deepspeed
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
 
-    torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
+    _read_deepspeed()
     compile_nothing()
     # With ZeRO-3 transformers loads the model in partitions, for which DeepSpeed must know the group.
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=settings.zero_stage == 3)
     return Accelerator(gradient_accumulation_steps=config["gradient_accumulation_steps"], deepspeed_plugin=plugin)
+
+
+def _read_deepspeed() -> None:
+    """Let torch.load read what DeepSpeed puts into its files."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
 
 
 def compile_nothing() -> None:
@@ -167,6 +175,29 @@ class _Reader(dcp.FileSystemReader):  # type: ignore[misc]
             raise CheckpointError(".metadata is none")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+
+def read_weights(folder: Path, layout: str) -> dict[str, Tensor]:
+    """The trained weights in the state in `folder`, with all ranks' files, saved as a strategy's `layout`. Raises
+    CheckpointError."""
+    if layout.startswith("deepspeed"):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        _read_deepspeed()
+        try:
+            # It prints each of its steps.
+            with contextlib.redirect_stdout(io.StringIO()):
+                whole = get_fp32_state_dict_from_zero_checkpoint(folder, _STATE, exclude_frozen_parameters=True)
+        except (KeyError, ValueError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"DeepSpeed cannot read it: {error!r}") from error
+        return {str(name): value for name, value in whole.items()}
+    reader, weights = _Reader(folder), dict[str, Tensor]()
+    with _first_cause():
+        for name, stored in reader.read_metadata().state_dict_metadata.items():
+            if name.startswith(_MODEL) and isinstance(stored, TensorStorageMetadata):
+                weights[name.removeprefix(_MODEL)] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        dcp.load({_MODEL[:-1]: weights}, storage_reader=reader, no_dist=True)
+    return weights
 
 
 class TorchStrategy(ABC):

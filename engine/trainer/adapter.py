@@ -38,7 +38,8 @@ class Adapter:
         self.attach()
         for tensors in parts:
             base = dict(tree_flatten(self.part.parameters()))
-            mine = {name: value for name, value in tensors.items() if name in base}
+            # A state has float32 masters.
+            mine = {name: value.astype(base[name].dtype) for name, value in tensors.items() if name in base}
             mx.eval(mine)
             self.part.load_weights(list(mine.items()), strict=False)
             if keep_base and not self._layers:

@@ -19,7 +19,7 @@ from engine.trainer.adapter import Adapter
 from engine.trainer.collective import Collective
 from engine.trainer.divided_model import DividedModel
 from engine.trainer.model import encode_prompt, load_tokenizer, set_up_device
-from engine.trainer.variants import broadcast_tensors, build
+from engine.trainer.variants import broadcast_file, build
 from engine.training.data import files_checksum, rank_job
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Outcome
@@ -51,7 +51,7 @@ class Generator:
             if variant in chosen and not self.stopping:
                 self.process.reporter.phase("loading")
                 if variant == "adapter":
-                    parts = broadcast_tensors(collective, Path(task.weights or ""))
+                    parts = broadcast_file(collective, Path(task.weights or ""))
                     self.adapter.load(parts, fuse=self.divided is not None)
                 self.adapter.evaluate()
                 yield variant

@@ -33,7 +33,7 @@ from engine.protocol.job import JobError
 from engine.protocol.task import API_TOKEN_ENV, SERVE_PORT, Task, is_loopback
 from engine.trainer.answers import Generator, load
 from engine.trainer.collective import Collective
-from engine.trainer.variants import broadcast_tensors
+from engine.trainer.variants import broadcast_file
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Reporter
 
@@ -346,7 +346,7 @@ def serve(process: TrainingProcess, collective: Collective) -> None:
         raise JobError("the run has saved no weights to serve")
     with Server(options) if process.rank == 0 else contextlib.nullcontext() as server:
         generator = load(process, collective, task)
-        generator.adapter.load(broadcast_tensors(collective, Path(task.weights)), fuse=False, keep_base=True)
+        generator.adapter.load(broadcast_file(collective, Path(task.weights)), fuse=False, keep_base=True)
         generator.adapter.evaluate()
         reporter.phase("serving")
         if server is not None:

@@ -55,8 +55,12 @@ def do_task(process: TrainingProcess, task: Task) -> None:
             from engine.trainer.answers import answer_prompts as do
         case "serve":
             from engine.trainer.http_server import serve as do
+    # Only now: it imports mlx-lm.
+    from engine.trainer.saved_weights import assembled
+
     collect_garbage()
-    do(process, collective)
+    with assembled(process, collective) as with_weights:
+        do(with_weights, collective)
 
 
 def run(process: TrainingProcess) -> None:

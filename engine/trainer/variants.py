@@ -69,7 +69,7 @@ class Variants(MeasuredVariants):
             strategy = make_strategy(self.process, job, model, None, collective)
             del model
             if path is not None and not (whole and collective.size == 1):
-                for tensors in broadcast_tensors(collective, path):
+                for tensors in broadcast_file(collective, path):
                     mx.eval(put(strategy.model, tensors))
                     self.process.reporter.going_on()
             mx.eval(strategy.model.parameters())
@@ -149,13 +149,19 @@ def load_tensors(path: Path) -> dict[str, mx.array]:
     return {name: value for tensors in loaded for name, value in tensors.items()}
 
 
-def broadcast_tensors(collective: Collective, path: Path) -> Iterator[Mapping[str, mx.array]]:
+def broadcast_file(collective: Collective, path: Path) -> Iterator[Mapping[str, mx.array]]:
     """The tensors of rank 0's `path` on every rank, part by part. Raises PeerLost."""
-    weights = load_tensors(path) if collective.rank == 0 else {}
-    sizes = broadcast_object(collective, {name: value.nbytes for name, value in weights.items()}, 0)
+    return broadcast_tensors(collective, load_tensors(path) if collective.rank == 0 else {}, 0)
+
+
+def broadcast_tensors(
+    collective: Collective, weights: dict[str, mx.array], owner: int
+) -> Iterator[Mapping[str, mx.array]]:
+    """The `weights` of rank `owner`, which are taken out of it, on every rank, part by part. Raises PeerLost."""
+    sizes = broadcast_object(collective, {name: value.nbytes for name, value in weights.items()}, owner)
     for names in packed(sizes, sizes.__getitem__, max(_LEAST_PART_BYTES, sum(sizes.values()) // 256)):
-        mine = {"": {name: weights.pop(name) for name in names}} if collective.rank == 0 else None
-        yield broadcast_arrays(collective, mine, 0)[""]
+        mine = {"": {name: weights.pop(name) for name in names}} if collective.rank == owner else None
+        yield broadcast_arrays(collective, mine, owner)[""]
 
 
 def put(model: nn.Module, tensors: Mapping[str, mx.array]) -> list[mx.array]:

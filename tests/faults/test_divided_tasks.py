@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import mlx.core as mx
 import pytest
 from mlx_lm import load, stream_generate
 from pydantic import TypeAdapter
 
 from engine.api import Engine, TaskRequest
+from engine.config.models import Config, RecoveryConfig
 from engine.demo import ensure_made
 from engine.errors import InputError
 from engine.models import Reason, RunState
@@ -34,7 +36,7 @@ from tests.conftest import FLIGHTDECK
 from tests.demo_copies import demo_below
 from tests.faults.cluster_runs import ClusterRun, demo_on, nodes_of, start_on
 from tests.faults.local_runs import PLANNED
-from tests.faults.test_divided_recovery import divided
+from tests.faults.test_divided_recovery import divided, has_checkpoint
 from tests.faults.test_training import with_keys
 from tests.openai_client import openai
 from tests.training.generation_cases import PROMPTS, Trained, stock
@@ -108,16 +110,20 @@ def runs(session_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def trained(cluster: Cluster, home: Path, ranks: int) -> ClusterRun:
-    demo = demo_on(cluster, home, iters=6)
+    run = start_on(cluster, home, training(cluster, home, ranks, iters=6))
+    assert run.ended(within_s=LIMIT_S).state is RunState.SUCCEEDED, run.troubles()
+    return run
+
+
+def training(cluster: Cluster, home: Path, ranks: int, *, iters: int) -> Config:
+    demo = demo_on(cluster, home, iters=iters)
     keys = {"model": MODEL, "fine_tune_type": "lora", "num_layers": 4, "learning_rate": 1e-2}
-    keys["adapter_path"] = f"~/adapters-of-{ranks}"
+    keys["adapter_path"] = f"~/adapters-of-{ranks}-{iters}"
     job = demo.job.model_copy(update={"model": MODEL, "fine_tune_type": "lora", "mlx_lm": {**demo.job.mlx_lm, **keys}})
     names = [node.name for node in cluster.nodes[:ranks]]
     config = demo.model_copy(update={"job": job, "nodes": nodes_of(cluster, names=names)})
     config = divided(config, "sharded" if ranks == 2 else "pipeline", batch_size=8)
-    run = start_on(cluster, home, with_keys(config, max_seq_length=256))
-    assert run.ended(within_s=LIMIT_S).state is RunState.SUCCEEDED, run.troubles()
-    return run
+    return with_keys(config, max_seq_length=256)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -172,6 +178,40 @@ def test_a_checkpoint_comes_from_every_node(nodes: Cluster, runs: Runs, tmp_path
         content = (tmp_path / "here" / file["name"]).read_bytes()
         assert hashlib.sha256(content).hexdigest() == file["sha256"]
         assert nodes[file["node"]].run(["sha256sum", file["path"]]).stdout.split()[0] == file["sha256"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_newest_checkpoint_of_a_run_that_failed_is_used_as_a_result(
+    nodes: Cluster, runs: Runs, tmp_path: Path, ranks: int
+) -> None:
+    """Of which every node has a part. What is expected is stock mlx-lm's, with the parts as they are fetched."""
+    home, whole = runs(2).run.dir.path.parent.parent, runs(2)
+    config = training(nodes, home, ranks, iters=ENDLESS)
+    run = start_on(nodes, home, config.model_copy(update={"recovery": RecoveryConfig(max_restarts=0)}))
+    run.wait(lambda: run.dir.events(ranks - 1).exists() and has_checkpoint(run), LIMIT_S)
+    run.kill(1, run.identity(1).trainer_pid)
+    assert run.ended(within_s=LIMIT_S).state is RunState.FAILED, run.troubles()
+    failed = Divided(run, nodes, whole.model, whole.data)
+
+    fetched: Any = failed.command("fetch", str(tmp_path / "parts"), "--checkpoint")
+    files = [file for file in fetched["files"] if file["name"].endswith("/weights.safetensors")]
+    assert len({file["node"] for file in files}) == ranks
+    adapter = tmp_path / "adapter"
+    shutil.copytree(whole.adapter, adapter)
+    parts: list[Any] = [mx.load(str(tmp_path / "parts" / file["name"])) for file in files]
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), {name: part[name] for part in parts for name in part})
+
+    rows = whole.data / "test.jsonl"
+    expected = {"base": stock_loss(whole.model, rows), "adapter": stock_loss(whole.model, rows, adapter)}
+    measured = {result["variant"]: result["loss"] for result in failed.command("eval")["task_results"]}
+    assert measured == pytest.approx(expected, abs=CLOSE) and measured["adapter"] < measured["base"] - 0.1
+    keys = ("--prompt", PROMPTS[0], "--raw", "--max-tokens", str(TOKENS))
+    document = failed.command("generate", *keys)
+    assert document["world_size"] == ranks
+    texts = stock(Trained(whole.model, adapter, {}), TOKENS).texts
+    assert [result["text"] for result in document["task_results"]] == [HARMLESS.validate_python(texts[len(PROMPTS)])]
+    fused = failed.command("fuse", "--divided")["task_results"][-1]
+    assert fused["accepted"] and fused["kept"] > 0.99
 
 
 def started(nodes: Cluster, trained: Divided, task: str) -> ClusterRun:

@@ -30,7 +30,8 @@ FEATURES = {"prompt": "prompt", "completion": "completion", "chat": "messages", 
 def start_task(home: Path, job: dict[str, Any], kind: TaskKind, weights: Path | None, **options: Any) -> TorchRun:
     """`ranks`: 1 by default, each on a node of its own."""
     ranks = options.pop("ranks", 1)
-    task = asdict(Task(kind, "run", None if weights is None else str(weights), options.pop("fused", None), options))
+    parts, fused = options.pop("parts", []), options.pop("fused", None)
+    task = asdict(Task(kind, "run", None if weights is None else str(weights), fused, options, parts))
     return start_torch(home, job, ranks=ranks, homes=[f"node{rank}" for rank in range(ranks)], fields={"task": task})
 
 
@@ -157,6 +158,47 @@ def test_two_ranks_measure_answer_and_merge_as_transformers_does_alone(
     assert [event["text"] for event in answers[::2]] == [expected[name]["answer"] for name in ("base", "adapter")]
     assert answers[0]["text"] != answers[2]["text"] and answers[2]["text"].strip() in answered.log()
     assert all(0 < event["tokens"] <= TOKENS and event["peak_memory_bytes"] > 0 for event in answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", [DDP, FSDP, ZERO[2], ZERO[3]], ids=["ddp", "fsdp", "ZeRO-2", "ZeRO-3"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+def test_a_checkpoint_is_used_as_the_weights_of_a_run_that_ended_there(
+    tiny: Tiny, tmp_path: Path, division: dict[str, Any], kind: str
+) -> None:
+    """Each node has its rank's part of it."""
+    keys: dict[str, Any] = {"fine_tune_type": kind, "num_layers": 1}
+    saved = run_torch(
+        tmp_path / "saved",
+        torch_job(tiny, division, **keys),
+        ranks=2,
+        homes=["node0", "node1"],
+        fields={"checkpoint_every": 5, "checkpoint_keep": 3},
+    )
+    parts = [
+        [f"n{rank}", event["folder"], event["manifest"]]
+        for rank in range(2)
+        for event in saved.events("checkpoint", rank)
+        if event.get("update") == 5 and event.get("phase") == "committed" and "manifest" in event
+    ]
+    parts = parts[:1] if division == DDP else parts
+    assert len(parts) == (1 if division == DDP else 2)
+    weights = trained(tmp_path / "ended", torch_job(tiny, division, **keys, iters=5), ranks=2)
+    job, options = torch_job(tiny, **keys), {"ranks": 2}
+    expected = losses(run_task(tmp_path / "expected", job, "evaluate", weights, **options))
+    measured = run_task(tmp_path / "measured", job, "evaluate", None, parts=parts, **options)
+    assert losses(measured) == pytest.approx(expected, abs=CLOSE) and measured.events("resumed") == []
+    assert abs(expected["adapter"] - expected["base"]) > 0.01
+    asked: dict[str, Any] = {"prompts": [PROMPT], "max_tokens": TOKENS, "variants": ["adapter"], "ranks": 2}
+    answers = [
+        [event["text"] for event in run.events("result")]
+        for run in (
+            run_task(tmp_path / "alone", job, "generate", weights, **asked),
+            run_task(tmp_path / "asked", job, "generate", None, parts=parts, **asked),
+        )
+    ]
+    assert answers[0] == answers[1] != []
+    assert not list(tmp_path.glob("*/node*/runs/run/assembled"))
 
 
 @pytest.mark.slow

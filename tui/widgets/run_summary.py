@@ -386,7 +386,8 @@ def commands(state: DeckState, snapshot: RunSnapshot) -> dict[str, str]:
     texts = {"the fix": snapshot.fix}
     if snapshot.record.state.ended:
         if (file := snapshot.trained) is not None:
-            texts["use it"] = pasted(state, file.node, file.command)
+            # What uses a state is a command of this machine.
+            texts["use it"] = file.command if file.parts else pasted(state, file.node, file.command)
         texts |= {tracker.name: tracker.use for tracker in snapshot.trackers}
     return {name: text for name, text in texts.items() if text}
 

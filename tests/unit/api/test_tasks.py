@@ -30,7 +30,7 @@ from tests.unit.run.run_maker import START, MadeRun, made_decisions, make_run_co
 from tui.commands import runs as commands
 
 ADAPTER = "/node/runs/r/adapters/adapters.safetensors"
-STATE = "/c/step/weights.safetensors"
+MANIFEST = "2" * 64
 _FOLDER, _NAME = ADAPTER.rsplit("/", 1)
 SAVED = WeightsSaved(
     rank=0,
@@ -148,24 +148,26 @@ async def test_a_run_that_saved_nothing_has_no_result(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("node", "iteration", "parts", "used"),
     [
-        ("node0", 80, 1, (STATE, ["node0", "node1"])),
-        ("node1", 80, 1, (STATE, ["node1", "node0"])),
-        ("node0", 80, 2, (ADAPTER, ["node0", "node1"])),
-        ("node0", 40, 1, (ADAPTER, ["node0", "node1"])),
+        ("node0", 80, 1, True),
+        ("node1", 80, 1, True),
+        ("node0", 80, 2, False),
+        ("node0", 40, 1, False),
     ],
     ids=["newer", "on another node", "a part alone", "older"],
 )
 async def test_a_run_that_failed_is_used_by_its_newest_whole_state(
-    tmp_path: Path, node: str, iteration: int, parts: int, used: tuple[str, list[str]]
+    tmp_path: Path, node: str, iteration: int, parts: int, used: bool
 ) -> None:
     files = (("weights.safetensors", 5, "0" * 64), ("optimizer.safetensors", 5, "0" * 64))
     state = SavedFiles(folder="/c/step", iteration=iteration, files=files, parts=parts)
     run = MadeRun(tmp_path).attempt()
-    run.append(SAVED, StateSaved(rank=0, node=node, state=f"{iteration}.0", manifest="2" * 64, saved=state))
+    run.append(SAVED, StateSaved(rank=0, node=node, state=f"{iteration}.0", manifest=MANIFEST, saved=state))
     run.state("running", "failed", reason="rank_failed").close()
     config = await start(tmp_path, run.id, divided=True)
     assert config.job.task is not None
-    assert (config.job.task.weights, [there.name for there in config.nodes]) == used
+    assert config.job.task.weights == (None if used else ADAPTER)
+    assert config.job.task.parts == ([[node, "/c/step", MANIFEST]] if used else [])
+    assert next(there.name for there in config.nodes) == (node if used else "node0")
 
 
 async def test_show_and_runs_name_the_tasks_of_a_run_with_their_outcomes(
@@ -242,16 +244,26 @@ async def test_the_newest_fused_model_is_measured_beside_base_and_adapter(tmp_pa
     assert [file.node for file in engine.runs.fused(run.id)] == ["node1"]
 
 
-async def test_a_state_in_parts_is_no_result_but_can_be_resumed(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path, strategy="sharded").attempt()
+@pytest.mark.parametrize("shared", [False, True], ids=["two hosts", "one host"])
+async def test_a_state_in_parts_is_used_on_the_hosts_that_have_them(tmp_path: Path, shared: bool) -> None:
+    config = make_run_config(strategy="sharded")
+    nodes = [node.model_copy(update={"ssh": "local" if shared else f"{node.name}.local"}) for node in config.nodes]
+    run = MadeRun(tmp_path, config=config.model_copy(update={"nodes": tuple(nodes)})).attempt()
     for part in range(2):
-        files = ((f"part{part}/step-80/weights.safetensors", 5, "0" * 64),)
-        state = SavedFiles(folder="/c", iteration=80, files=files, parts=2)
-        run.append(StateSaved(rank=part, node=f"node{part}", state=f"80.{part}", manifest="2" * 64, saved=state))
+        files = (("weights.safetensors", 5, "0" * 64), ("optimizer.safetensors", 9, "0" * 64))
+        state = SavedFiles(folder=f"/c/part{part}/step-80", iteration=80, files=files, parts=2)
+        run.append(StateSaved(rank=part, node=f"node{part}", state=f"80.{part}", manifest=MANIFEST, saved=state))
     run.state("running", "failed", reason="rank_failed").close()
-    why = f"its newest state, of iteration 80, is in 2 parts .`flightdeck resume {run.id}` goes on from that, and saves"
-    with pytest.raises(InputError, match=f"no result: it has saved no weights by themselves, and {why}"):
-        await start(tmp_path, run.id)
+    config = await start(tmp_path, run.id, "generate")
+    second = "node0" if shared else "node1"
+    assert [node.name for node in config.nodes] == [*dict.fromkeys(["node0", second])]
+    assert config.job.task is not None and config.job.task.parts == [
+        ["node0", "/c/part0/step-80", MANIFEST],
+        [second, "/c/part1/step-80", MANIFEST],
+    ]
+    trained = RunWatch(run.directory).poll().trained
+    assert trained is not None and (trained.size, trained.nodes) == (10, ("node0", "node1"))
+    assert trained.command == f"flightdeck generate {run.id} -p Hello"
 
 
 @pytest.mark.parametrize(("model", "refused"), [({}, True), ({"quantization": {"bits": 4}}, False), (None, False)])

@@ -1,0 +1,116 @@
+"""The trained weights of a saved state, for a task: a folder on rank 0 while the task goes on, made of the parts that
+the ranks have on their disks."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engine.protocol.attempt import read_regular
+from engine.protocol.job import Job, JobError
+from engine.protocol.safetensors import CheckpointError
+from engine.protocol.task import Task
+from engine.torch_trainer.checkpoint import StateManifest, all_gather_object, broadcast_file, first_failure
+from engine.torch_trainer.model import TrainedFolder, link, load_model, load_tokenizer
+from engine.torch_trainer.strategies import read_weights
+from engine.training.checkpoint_files import verify_file
+from engine.training.process import TrainingProcess
+
+
+@contextlib.contextmanager
+def assembled(process: TrainingProcess, job: Job, dtype: torch.dtype, task: Task) -> Iterator[Task]:
+    """`task` with weights on rank 0, if it names the parts of a state in their place. `dtype`: of the weights that are
+    not trained. Raises JobError."""
+    if not task.parts:
+        yield task
+        return
+    folder, leads = process.home / "assembled", process.rank == 0
+    try:
+        process.reporter.phase("loading")
+        layouts = [_Part.of(process, saved, part).bring(folder / "state") for part, saved in enumerate(task.parts)]
+        write = partial(_write, job, dtype, folder, layouts[0])
+        if (failure := first_failure(write if leads else lambda: None)) is not None:
+            raise JobError(f"the weights of the state are not used: {failure}")
+        yield replace(task, weights=str(folder / "weights"), parts=[])
+    finally:
+        if leads:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Part:
+    process: TrainingProcess
+    owner: int
+    folder: Path
+    manifest: StateManifest
+
+    @classmethod
+    def of(cls, process: TrainingProcess, saved: Sequence[str], part: int) -> _Part:
+        """`saved`: as in Task.parts. Raises JobError, on all ranks, where it is not as it was saved."""
+        node, folder, digest = saved
+        owner = next((rank.rank for rank in process.spec.ranks if rank.node == node), None)
+        if owner is None:
+            raise JobError(f"{node} has a part of the state, and does not take part")
+        text = ""
+
+        def verify() -> None:
+            nonlocal text
+            if owner == process.rank:
+                text = read_regular(Path(folder) / f"manifest-{part}.json").decode(errors="replace")
+                manifest = StateManifest.from_json(text.encode())
+                if manifest.journal_entry()["manifest"] != digest:
+                    raise CheckpointError("its manifest is not the one that it was saved with")
+                for entry in manifest.files:
+                    verify_file(Path(folder), entry, check_hash=True)
+                    process.reporter.going_on()
+
+        if (failure := first_failure(verify)) is not None:
+            raise JobError(f"the part of the state in {folder} on {node} is not used: {failure}")
+        manifest = StateManifest.from_json(str(all_gather_object(text)[owner]).encode())
+        return cls(process, owner, Path(folder), manifest)
+
+    def bring(self, target: Path) -> str:
+        """Its files to rank 0's `target`; the layout of the state. Raises JobError, on all ranks."""
+        for entry in self.manifest.files:
+            if (failure := first_failure(partial(self._bring, entry.name, entry.stored_bytes, target))) is not None:
+                raise JobError(f"{entry.name} of the state in {self.folder} cannot be brought to rank 0: {failure}")
+        return self.manifest.layout
+
+    def _bring(self, name: str, size: int, target: Path) -> None:
+        leads, path = self.process.rank == 0, target / name
+        if leads:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.unlink(missing_ok=True)
+        if self.owner == 0:
+            if leads:
+                link(str(self.folder / name), str(path))
+            return
+        pieces = broadcast_file(self.folder / name, size, self.owner)
+        try:
+            if leads:
+                with path.open("wb") as file:
+                    file.writelines(pieces)
+        finally:
+            # Where the disk is full, too: the others wait.
+            for _ in pieces:
+                self.process.reporter.going_on()
+
+
+def _write(job: Job, dtype: torch.dtype, folder: Path, layout: str) -> None:
+    """Make what `from_pretrained` of transformers or peft loads, as the training saves it. Raises CheckpointError,
+    OSError; JobError."""
+    weights, model = read_weights(folder / "state", layout), load_model(job, dtype)
+    if unknown := weights.keys() - model.state_dict().keys():
+        raise CheckpointError(f"it has {min(unknown)}, which is not in the model")
+    if job.fine_tune_type == "full":
+        # It has those of the trained layers alone.
+        model.load_state_dict(weights, strict=False)
+        weights = model.state_dict()
+    target = folder / "weights"
+    TrainedFolder(target, model, load_tokenizer(job)).save([target], weights, {"run": job.home.name})

@@ -1,0 +1,102 @@
+"""The newest checkpoint of a run that was killed is measured and asked as the result of one that ended there, however
+its state was divided."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.protocol.task import Task, TaskKind
+from tests.training.launching import Launched, launch
+from tests.training.states import tamper
+from tests.training.task_runs import losses, run_here
+from tests.training.test_resume import BOTH, kill_all_at, run_training
+from tests.training.tiny import Tiny
+
+pytestmark = [pytest.mark.busy, pytest.mark.slow]
+
+CLOSE = 1e-5
+ITERS = 100
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "sharded": {"strategy": "sharded"},
+    "pipeline": {"strategy": "pipeline", "layer_split": "0-1,1-2"},
+    "local": {"strategy": "local", "local_steps": 3},
+}
+PROMPT = "tower, raven zero one"
+
+
+def killed(home: Path, job: dict[str, Any], *, parts: int = 2, **fields: Any) -> tuple[Launched, int, list[list[str]]]:
+    """A run of two ranks that was killed; the iteration of its newest complete state, and the parts of that as a task
+    names them."""
+    run = run_training(home, {**job, "iters": ITERS}, every=3, **fields)
+    kill_all_at(run, 2, 8, parts=parts)
+    committed = [
+        {event["update"]: event for event in run.events(rank, "checkpoint") if event["phase"] == "committed"}
+        for rank in range(parts)
+    ]
+    update = max(set.intersection(*(set(events) for events in committed)))
+    saved = [events[update] for events in committed]
+    assert update < ITERS
+    return run, saved[0]["iteration"], [[f"n{rank}", e["folder"], e["manifest"]] for rank, e in enumerate(saved)]
+
+
+def task(home: Path, job: dict[str, Any], kind: TaskKind, parts: Any, **options: Any) -> Launched:
+    described = asdict(Task(kind, "run", parts=parts, options=options))
+    return launch(home, {**job, "iters": ITERS}, shares=BOTH, spec_fields={"task": described})
+
+
+def answers(run: Launched) -> list[str]:
+    return [event["text"] for event in run.events(0, "result") if event["kind"] == "answer"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_in_parts_is_measured_and_asked_as_the_weights_of_a_run_that_ended_there(
+    tiny: Tiny, tmp_path: Path, strategy: str, kind: str
+) -> None:
+    job = tiny.job(fine_tune_type=kind, learning_rate=1e-2 if kind != "full" else 1e-3, **STRATEGIES[strategy])
+    _, iteration, parts = killed(tmp_path / "killed", job)
+    ended = run_training(tmp_path / "ended", {**job, "iters": iteration}, every=0).succeeded()
+    file = str(ended.adapters / "adapters.safetensors")
+    whole = {**job, "strategy": "data"}
+    expected = losses(run_here(tmp_path / "expected", whole, Task("evaluate", "run", file)))
+    assert expected["adapter"] < expected["base"] - 0.1
+
+    measured = task(tmp_path / "eval", job, "evaluate", parts).succeeded()
+    assert losses(measured.events()) == pytest.approx(expected, abs=CLOSE)
+    assert f"weights from {len(parts)} parts of a state" in measured.log()
+    assert not list(measured.home.glob("assembled-*"))
+    options = {"prompts": [PROMPT], "max_tokens": 24, "raw": True, "variants": ["adapter"]}
+    asked = task(tmp_path / "asked", job, "generate", parts, **options).succeeded()
+    alone = launch(
+        tmp_path / "alone",
+        {**whole, "iters": ITERS},
+        spec_fields={"task": asdict(Task("generate", "run", file, options=options))},
+    ).succeeded()
+    assert answers(asked) == answers(alone) != []
+
+
+def test_a_compressed_state_is_used_as_any_other(tiny: Tiny, tmp_path: Path) -> None:
+    job = tiny.job()
+    _, iteration, parts = killed(tmp_path / "killed", job, parts=1, checkpoint_compression="gzip")
+    ended = run_training(tmp_path / "ended", {**job, "iters": iteration}, every=0).succeeded()
+    file = str(ended.adapters / "adapters.safetensors")
+    expected = losses(run_here(tmp_path / "expected", job, Task("evaluate", "run", file)))
+    assert losses(task(tmp_path / "eval", job, "evaluate", parts).succeeded().events()) == pytest.approx(
+        expected, abs=CLOSE
+    )
+
+
+def test_a_part_that_is_not_as_it_was_saved_is_refused_on_every_rank(tiny: Tiny, tmp_path: Path) -> None:
+    job = tiny.job(**STRATEGIES["sharded"])
+    _, _, parts = killed(tmp_path / "killed", job)
+    tamper(Path(parts[1][1]))
+    refused = task(tmp_path / "eval", job, "evaluate", parts)
+    assert 0 not in [record.code for record in refused.ended()]
+    why = (
+        f"the part of the state in {parts[1][1]} on n1 is not used: its manifest is not the one that it was saved with"
+    )
+    assert all(why in refused.log(rank) for rank in (0, 1))
