@@ -38,6 +38,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if data is None:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, content=content)
             return
+        if (ranged := self.headers.get("Range")) is not None:
+            data = data[: int(ranged.rpartition("-")[2]) + 1]
         self.sent += [path] * content
         digest = hashlib.sha256(data).hexdigest() if path.endswith(".safetensors") else git_digest(data)
         self._send(200, data, {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT}, content=content)

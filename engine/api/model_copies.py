@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import posixpath
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from engine.checks.placement import addresses, hub_names
 from engine.cluster.agent_client import THIS_MACHINE, value_of
 from engine.cluster.copies import Spreading, copies_of, hosts_among, pushed_folder
 from engine.cluster.probe_results import NodeCopies, RemovedCopy
-from engine.cluster.transfer import read_manifest
+from engine.cluster.transfer import CopyManifest, read_manifest
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, InputError, LaunchError, StateError
 from engine.models import NodeFacts
-from engine.protocol.manifest import HubName, hub_name
+from engine.protocol.manifest import PUSHED, HubName, hub_name
 from engine.queue.queue_files import queued_configs
 from engine.run.run_plan import read_plan
 from engine.security.audit import audit_log
@@ -79,18 +80,28 @@ class ModelsApi:
         return stream(work, name="pull")
 
     async def verify(self, config: Config, name: str, *, dataset: bool = False) -> dict[str, Sequence[str] | str]:
-        """Node → its files of a repository whose content is not what its name in the cache says, once each was hashed;
-        of a node that has no copy, or gave no answer, why."""
-        hub, fleet = _hub(name, "dataset" if dataset else "model"), self._session.fleet
+        """Node → its files whose content is not what it should be, once each was hashed: of a repository what its name
+        in the cache says; of a folder what the folder of this machine has that was pushed there, else what most nodes
+        have. Of a node that has no copy, or gave no answer, why."""
+        kind, hosts, fleet = "dataset" if dataset else "model", self._targets(config, ()), self._session.fleet
+        folder = Path(name).expanduser().absolute()
+        asked: HubName | str = pushed_folder(folder.as_posix(), kind) if folder.is_dir() else name
+        if not name.startswith(("/", "~/")) and not folder.is_dir():
+            asked = _hub(name, kind)
 
-        async def one(node: NodeConfig) -> Sequence[str] | str:
+        async def one(node: NodeConfig, asked: HubName | str) -> CopyManifest | str:
             try:
-                return (await read_manifest(fleet, node, hub, verify=True)).damaged
+                return await read_manifest(fleet, node, asked, verify=True)
             except FlightDeckError as error:
                 return str(error)
 
-        hosts = self._targets(config, ()).values()
-        return dict(zip((node.name for node in hosts), await asyncio.gather(*map(one, hosts)), strict=True))
+        read = await asyncio.gather(*(one(node, name if node.local else asked) for node in hosts.values()))
+        seen = dict(zip((node.name for node in hosts.values()), read, strict=True))
+        if not isinstance(asked, str):
+            return {node: copy if isinstance(copy, str) else copy.damaged for node, copy in seen.items()}
+        ours = await one(THIS_MACHINE, str(folder)) if folder.is_dir() else None
+        given = [ours] if isinstance(ours, CopyManifest) else [copy for copy in read if isinstance(copy, CopyManifest)]
+        return {node: copy if isinstance(copy, str) else _differing(copy, given) for node, copy in seen.items()}
 
     async def remove(self, config: Config, name: str, node: str, *, dataset: bool = False) -> int:
         """Remove a repository from a node's cache, or a folder with a model; the bytes that were freed. Raises
@@ -140,11 +151,22 @@ def _reads(config: Config, ssh: str, asked: HubName | str, paths: Sequence[str])
     """By its path, or by a name whose copy is still looked for."""
     named = {(hub.kind, hub.name) for hub in hub_names(config).values()}
     used = {(path or "").rstrip("/") for node in config.nodes if node.ssh == ssh for path in (node.model, node.data)}
+    # A file that was pushed by itself lies in its copy.
+    used |= {posixpath.dirname(path) for path in used if f"/{PUSHED}" in path}
     # The node tells whole paths, and its home is not known here.
     below_home = tuple(path[1:] for path in used if path.startswith("~/"))
     here = any(node.ssh == ssh for node in config.nodes)
     in_use = not used.isdisjoint((asked, *paths)) or any(path.endswith(below_home) for path in paths)
     return here and (in_use or asked[:2] in named)
+
+
+def _differing(copy: CopyManifest, given: Sequence[CopyManifest]) -> Sequence[str]:
+    """Its files that are not as most of `given` have them, or, where most have no common one, as others have them."""
+    counts = Counter(file for one in given for file in one.files)
+    contents, files = Counter(file.path for file in counts), set(copy.files)
+    right = {file for file, count in counts.items() if 2 * count > len(given)}
+    disputed = {file for file in files - right if contents[file.path] > 1}
+    return sorted({*copy.damaged, *(file.path for file in (right - files) | disputed)})
 
 
 def _hub(name: str, kind: str) -> HubName:

@@ -22,7 +22,7 @@ from engine.config.models import Config, NodeConfig, on_node
 from engine.errors import LaunchError
 from engine.models import NodeFacts
 from engine.plan.network import plan_network
-from engine.protocol.manifest import DATA_PREFIX, HubName, hub_name
+from engine.protocol.manifest import DATA_PREFIX, PUSHED, HubName, hub_name
 from engine.security.identifiers import make_identifier
 from engine.snapshots import CopyProgress
 
@@ -87,7 +87,7 @@ async def _push(spreading: Spreading, config: Config, targets: Mapping[str, Node
     source = Path(resolved(str(config.job.data), config.folder))
     holder = await read_manifest(spreading.fleet, THIS_MACHINE, str(source))
     content = hashlib.sha256(repr(sorted(holder.files)).encode()).hexdigest()[:40]
-    pushed = HubName("dataset", f"pushed/{make_identifier(source.stem, 'data')}", content)
+    pushed = HubName("dataset", f"{PUSHED}{make_identifier(source.stem, 'data')}", content)
     folders = await spreading.pushed(holder, pushed, targets)
     return {ssh: posixpath.join(folder, source.name) if source.is_file() else folder for ssh, folder in folders.items()}
 

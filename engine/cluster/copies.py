@@ -20,12 +20,14 @@ from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import NoValue
 from engine.protocol.manifest import REVISION, HubName
-from engine.security.sanitise import count_or_none, plain
+from engine.security.sanitise import count_or_none, finite_or_none, plain
 from engine.snapshots import CopyProgress
 
 _LIMIT_S = 60.0
 _COMMIT = re.compile(REVISION)
 _SPARE_BYTES = 64 << 20
+_SAMPLE_BYTES, _COMPARED_S = 4 << 20, 6.0
+"""For the comparison of the ways to the Hub."""
 _HOLDERS = 3
 """The most that serve a copy at once."""
 
@@ -98,8 +100,9 @@ class Spreading:
         return await self._spread([holder], place, list(targets.values()))
 
     async def pushed(self, holder: CopyManifest, hub: HubName, targets: Mapping[str, NodeConfig]) -> dict[str, str]:
-        """A holder's files below the node root of all targets, as a repository of that name. Raises as `repository`."""
-        return await self._spread([holder], {"repository": hub, "pushed": True}, list(targets.values()))
+        """A holder's files below the node root of all targets, as a repository of that name, with PUSHED. Raises as
+        `repository`."""
+        return await self._spread([holder], {"repository": hub}, list(targets.values()))
 
     async def _spread(
         self, holders: Sequence[CopyManifest], place: Mapping[str, object], to: Sequence[NodeConfig]
@@ -117,30 +120,51 @@ class Spreading:
         free: Mapping[str, int | None],
         lacking: str,
     ) -> tuple[str, str, NodeConfig]:
-        """Onto the machine to which the Hub answers first, or the next one where that fails, targets before others: the
-        commit, its folder and the machine. Raises TransferRefused, naming why nobody could, or who has no room."""
+        """Onto the machine to which the Hub's files come fastest, or the next one where that fails, targets before
+        others: the commit, its folder and the machine. Raises TransferRefused, naming why nobody could, or who has no
+        room."""
         problems = [lacking] if lacking else []
         for group in ([*targets.values()], [node for node in nodes if node.ssh not in targets]):
-
-            async def ask(node: NodeConfig) -> tuple[NodeConfig, dict[str, Any]]:
-                return node, await self._ask_hub(node, hub, get=False)
-
-            asking = [asyncio.create_task(ask(node)) for node in group]
-            try:
-                for way in asyncio.as_completed(asking):
-                    node, answer = await way
-                    if "problem" not in answer:
-                        need = count_or_none(answer.get("bytes")) or 0
-                        self._check_room(hub, need, {ssh: free.get(ssh) for ssh in (node.ssh, *targets)})
-                        answer = await self._ask_hub(node, hub, get=True, size=need)
-                    path = answer.get("path")
-                    if isinstance(path, str) and _COMMIT.fullmatch(commit := PurePosixPath(path).name):
-                        return commit, path, node
-                    problems.append(f"{node.name}: {plain(answer.get('problem'), 200)}")
-            finally:
-                for task in asking:
-                    task.cancel()
+            for node, answer in await self._ways_out(hub, group):
+                if "problem" not in answer:
+                    need = count_or_none(answer.get("bytes")) or 0
+                    self._check_room(hub, need, {ssh: free.get(ssh) for ssh in (node.ssh, *targets)})
+                    answer = await self._ask_hub(node, hub, size=need, get=True)
+                path = answer.get("path")
+                if isinstance(path, str) and _COMMIT.fullmatch(commit := PurePosixPath(path).name):
+                    return commit, path, node
+                problems.append(f"{node.name}: {plain(answer.get('problem'), 200)}")
         raise TransferRefused(f"no machine has {hub}, and none can download it", why="; ".join(problems))
+
+    async def _ways_out(self, hub: HubName, nodes: Sequence[NodeConfig]) -> list[tuple[NodeConfig, dict[str, Any]]]:
+        """The machines with the Hub's answer to each, the best way out first, as measured by the begin of a file. Once
+        one has answered, the others have _COMPARED_S."""
+        sample, answers = _SAMPLE_BYTES if len(nodes) > 1 else 0, dict[str, dict[str, Any]]()
+
+        async def ask(node: NodeConfig) -> None:
+            answers[node.ssh] = await self._ask_hub(node, hub, get=False, sample=sample)
+
+        asking = [asyncio.create_task(ask(node)) for node in nodes]
+        try:
+            async with asyncio.timeout(None) as limit:
+                for asked in asyncio.as_completed(asking):
+                    await asked
+                    if limit.when() is None and any("problem" not in answer for answer in answers.values()):
+                        limit.reschedule(asyncio.get_running_loop().time() + _COMPARED_S)
+        except TimeoutError:
+            late = {"problem": f"no answer from the Hub within {_COMPARED_S:g} s of another's"}
+            answers = {**{node.ssh: late for node in nodes}, **answers}
+        finally:
+            for task in asking:
+                task.cancel()
+        rates = {ssh: finite_or_none(answer.get("rate")) or 0.0 for ssh, answer in answers.items()}
+        ways = sorted(nodes, key=lambda node: ("problem" in answers[node.ssh], -rates[node.ssh]))
+        if sample and "problem" not in answers[ways[0].ssh]:
+            rated = ", ".join(
+                f"{node.name} {rates[node.ssh] / 1e6:.1f} MB/s" for node in ways if "problem" not in answers[node.ssh]
+            )
+            self.report(CopyProgress(ways[0].name, note=f"has the best way to the Hub: {rated}"))
+        return [(node, answers[node.ssh]) for node in ways]
 
     @staticmethod
     def _check_room(hub: HubName, need: int, free: Mapping[str, int | None]) -> None:
@@ -150,13 +174,13 @@ class Spreading:
                 why = f"it takes {need / 1e9:.2f} GB, and {room / 1e9:.2f} GB are free"
                 raise TransferRefused(f"there is no room for {hub}", where=ssh, why=why)
 
-    async def _ask_hub(self, node: NodeConfig, hub: HubName, *, get: bool, size: int = 0) -> dict[str, Any]:
-        """The answer of the probe `hub`; an error is its `problem`."""
+    async def _ask_hub(self, node: NodeConfig, hub: HubName, *, size: int = 0, **asked: Any) -> dict[str, Any]:
+        """The answer of the probe `hub` (engine.node.hub_cache.ask_hub); an error is its `problem`."""
         try:
-            request = json.dumps({"repository": hub, "get": get})
+            request = json.dumps({"repository": hub, **asked})
             with contextlib.closing(await self.fleet.agent(node).start_probe("hub", request)) as probe:
                 while (report := await next_report(probe, node)).keys() == {"here"}:
-                    if get:
+                    if size:
                         here = count_or_none(report["here"]) or 0
                         self.report(CopyProgress(node.name, min(here, size), size, None, f"{hub.name} from the Hub"))
         except FlightDeckError as error:

@@ -221,6 +221,8 @@ class Spread:
                 member.came, member.moved_at, member.tries = came, time.monotonic(), 0
                 self._tell(member)
             if isinstance(path := report.get("done"), str):
+                if freed := count_or_none(report.get("freed")):
+                    self._tell(member, f"{freed / 1e9:.2f} GB of older pushed data removed: no run there needs it")
                 self._report(CopyProgress(member.node.name, self._total, self._total, path))
                 return path
             if report.get("waiting"):

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.node.bootstrap import node_root
 from engine.node.probes.model_files import CONFIGURATION, INDEX
 from engine.node.processes import kill_group
 from engine.protocol.attempt import read_regular
-from engine.protocol.manifest import DIGEST, KINDS, REVISION, HubName, hub_name
+from engine.protocol.manifest import DIGEST, KINDS, PUSHED, REVISION, HubName, hub_name
 from engine.protocol.safetensors import CheckpointError, check_header
 
 _SHELL_LIMIT_S = 10.0
@@ -29,6 +31,7 @@ _PRINT = f"import json, os; print({_MARK!r} + json.dumps(dict(os.environ)))"
 _COMMIT = re.compile(REVISION)
 _NUMBERED = re.compile(r".*-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _MOST_NAMED = 20
+_KEPT = 3
 _REPORT_S = 1.0
 
 
@@ -62,6 +65,37 @@ def hub_cache(environment: Mapping[str, str]) -> Path:
     home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     named = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
     return Path(named).expanduser().absolute()
+
+
+def pushed_root() -> Path:
+    """Laid out as the cache."""
+    return node_root() / "pushed"
+
+
+def root_of(hub: HubName, cache: Path | None = None) -> Path:
+    """Where the repository lies here: the cache, or what was pushed."""
+    return pushed_root() if hub.name.startswith(PUSHED) else cache or hub_cache(login_environment())
+
+
+def drop_older(newest: Path) -> int:
+    """Remove those revisions beside a pushed one that no run on this node names, but the newest _KEPT; the bytes that
+    were freed. Raises OSError."""
+    os.utime(newest)
+    repository = newest.parents[1]
+    revisions = sorted(newest.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not revisions[_KEPT:]:
+        return 0
+    specs = [read_regular(path).decode(errors="replace") for path in node_root().glob("runs/*/attempts/*/spec.json")]
+    for path in revisions[_KEPT:]:
+        if not any(path.name in spec for spec in specs):
+            shutil.rmtree(path)
+    linked = {os.path.realpath(file) for file in files_below(repository / "snapshots")}
+    freed = 0
+    for blob in (repository / "blobs").iterdir():
+        if os.path.realpath(blob) not in linked and re.fullmatch(DIGEST, blob.name):
+            freed += blob.stat().st_size
+            blob.unlink()
+    return freed
 
 
 class HubSnapshot(NamedTuple):
@@ -164,33 +198,52 @@ def blob_digest(path: Path) -> str | None:
 
 
 _HUB = """
-import json, os, sys, threading
+import json, os, ssl, sys, threading, time, urllib.request
 def ends():
     while os.read(0, 1024): pass
     os._exit(1)
 threading.Thread(target=ends, daemon=True).start()
-kind, name, revision, patterns, get = json.loads(sys.argv[1])
-import huggingface_hub as hub
-from huggingface_hub.utils import filter_repo_objects
+kind, name, revision, patterns, get, sample = json.loads(sys.argv[1])
+import certifi, huggingface_hub as hub
+from huggingface_hub.utils import build_hf_headers, filter_repo_objects
+def rate(commit, file):
+    request = urllib.request.Request(hub.hf_hub_url(name, file, repo_type=kind, revision=commit))
+    request.add_header("Range", f"bytes=0-{sample - 1}")
+    for header in build_hf_headers().items():
+        # Where it redirects to gets no token.
+        request.add_unredirected_header(*header)
+    trusted, came, began = ssl.create_default_context(), 0, time.monotonic()
+    trusted.load_verify_locations(certifi.where())
+    try:
+        with urllib.request.urlopen(request, timeout=5, context=trusted) as answer:
+            while came < sample and time.monotonic() - began < 5 and (data := answer.read(65536)):
+                came += len(data)
+    except OSError:
+        pass
+    return came / (time.monotonic() - began)
 if get:
     print(json.dumps({"path": hub.snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=patterns)}))
 else:
     info = hub.HfApi().repo_info(name, repo_type=kind, revision=revision, files_metadata=True, timeout=10)
     files = filter_repo_objects(info.siblings, allow_patterns=patterns, key=lambda file: file.rfilename)
-    size = sum(file.size or 0 for file in files)
-    print(json.dumps({"commit": info.sha, "bytes": size}))
+    sizes = {file.rfilename: file.size or 0 for file in files}
+    about = {"commit": info.sha, "bytes": sum(sizes.values())}
+    if sizes and sample:
+        about["rate"] = rate(info.sha, max(sizes, key=sizes.get))
+    print(json.dumps(about))
 """
 """Ends with its stdin, which is the probe's: when the head has gone, nothing is downloaded on."""
 _MODEL_FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
 """As mlx-lm downloads them."""
 
 
-def ask_hub(hub: HubName, *, get: bool) -> Iterator[dict[str, Any]]:
+def ask_hub(hub: HubName, *, get: bool, sample: int = 0) -> Iterator[dict[str, Any]]:
     """With `get` download a repository, by this python's huggingface_hub as the user's login shell sets it up, with
-    now and then its `here`, the bytes that are in the cache: its `path`. Else its `commit` and `bytes`. Or the
+    now and then its `here`, the bytes that are in the cache: its `path`. Else its `commit` and `bytes`, and with a
+    `sample` the `rate`, in bytes a second, at which the first so many of its largest file have come. Or the
     `problem`."""
     environment = login_environment()
-    request = json.dumps([*hub, _MODEL_FILES if hub.kind == "model" else None, get])
+    request = json.dumps([*hub, _MODEL_FILES if hub.kind == "model" else None, get, sample])
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", _HUB, request],

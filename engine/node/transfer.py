@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.node.bootstrap import make_private, node_root
-from engine.node.hub_cache import hub_cache, login_environment
+from engine.node.hub_cache import drop_older, pushed_root, root_of
 from engine.node.probes import nearest, reason_of
 from engine.protocol.attempt import open_regular, sync_file, write_atomic
 from engine.protocol.manifest import DATA_PREFIX, CopyFile, HubName, copy_files, hub_name, path_is_below
@@ -75,12 +75,11 @@ class CopyPlace:
         if asked.get("repository") is None:
             self.repository, self.folder = None, Path(asked["folder"]).expanduser()
         else:
-            root = node_root() / "pushed" if asked.get("pushed") else hub_cache(login_environment())
             hub = HubName(*asked["repository"])
             checked = hub_name(f"{DATA_PREFIX * (hub.kind == 'dataset')}{hub.name}@{hub.revision}", "model")
             if checked != hub:
                 raise TransferError("the repository has no usable name")
-            self.repository = root / hub.folder
+            self.repository = root_of(hub) / hub.folder
             self.folder = self.repository / "snapshots" / str(hub.revision)
 
     @property
@@ -111,12 +110,13 @@ class CopyPlace:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, path)
 
-    def complete(self, files: list[CopyFile]) -> None:
-        """All files are there: link them, and set the refs. Raises OSError, TransferError."""
+    def complete(self, files: list[CopyFile]) -> int:
+        """All files are there: link them, set the refs, and remove older pushed ones; the bytes that were freed. Raises
+        OSError, TransferError."""
         if self.repository is None:
             with contextlib.suppress(OSError):
                 (self.folder / _PARTS).rmdir()
-            return
+            return 0
         for file in files:
             link = self.folder / file.path
             self.check_below(link)
@@ -132,6 +132,7 @@ class CopyPlace:
             self.check_below(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, self.folder.name)
+        return drop_older(self.folder) if self.repository.parent == pushed_root() else 0
 
 
 class Transfer:
@@ -278,8 +279,9 @@ class Transfer:
         trusted = self.place.repository is not None and not self.asked.get("verify")
         return trusted or bool(hash_file(path, file).hexdigest() == file.digest)
 
-    def receive(self) -> None:
-        """Until all is here, from whoever has it. Raises TransferError, OSError."""
+    def receive(self) -> int:
+        """Until all is here, from whoever has it; the bytes of older copies that were removed. Raises TransferError,
+        OSError."""
         installed: list[Future[None]] = []
         with ThreadPoolExecutor(1) as pool:
             while not all(self.whole):
@@ -301,7 +303,7 @@ class Transfer:
                         self.changed.wait_for(lambda: bool(self.upstreams))
             for future in installed:
                 future.result()
-        self.place.complete(self.files)
+        return self.place.complete(self.files)
 
     def _fetch(self, upstream: tuple[str, int], pool: ThreadPoolExecutor, installed: list[Future[None]]) -> None:
         """All that is missing, from one that serves it. Raises OSError, ValueError."""
@@ -405,9 +407,8 @@ def _work(transfer: Transfer) -> None:
             have, wanted = transfer.take_stock() if transfer.source is None else (0, 0)
             ready = {"port": transfer.listen(), "have": have, "wanted": wanted}
             transfer.reports.put({"ready": {**ready, **_ssh_addresses()}})
-            if transfer.source is None:
-                transfer.receive()
-        transfer.reports.put({"done": str(transfer.source or transfer.place.folder)})
+            freed = transfer.receive() if transfer.source is None else 0
+        transfer.reports.put({"done": str(transfer.source or transfer.place.folder), "freed": freed})
     except OSError as error:
         transfer.reports.put({"problem": reason_of(error, Path(error.filename or transfer.place.top))})
     except (TransferError, ValueError) as error:

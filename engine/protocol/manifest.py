@@ -14,6 +14,9 @@ DIGEST = r"[0-9a-f]{64}|[0-9a-f]{40}"
 DATA_PREFIX = "hf:"
 """Before a data set's name in [job] data."""
 KINDS = ("model", "dataset")
+PUSHED = "pushed/"
+"""Before the name of a data set that `[data] push` has brought: such a one lies below the node root, and not in the
+cache."""
 _NAME = re.compile(rf"({REPOSITORY})(?:@({REVISION}))?")
 _DIGEST = re.compile(DIGEST)
 _SLICE = re.compile(r"(?P<split>\w[\w.-]{0,99})(?:\[(?P<begin>-?\d{1,12}%?)?:(?P<end>-?\d{1,12}%?)?\])?", re.ASCII)

@@ -191,6 +191,25 @@ def test_nothing_is_written_behind_a_link_that_leads_out(machines: Machines) -> 
     assert not any(elsewhere.iterdir())
 
 
+def test_pushed_data_that_no_run_names_is_removed_but_the_newest(machines: Machines) -> None:
+    port, ana = machines.source().port(), machines.folder / "ana"
+    repository = ana / "flightdeck/node/pushed/datasets--pushed--rows"
+    old = {f"{number:040}": b"rows %d" % number for number in range(5)}
+    for age, (content, rows) in enumerate(reversed(old.items()), start=1):
+        snapshot = cache_files(ana / "flightdeck/node/pushed", HubName("dataset", "pushed/rows"), {"r": rows}, content)
+        os.utime(snapshot, (1e9 - age, 1e9 - age))
+    named, *unnamed = old
+    (spec := ana / "flightdeck/node/runs/demo/attempts/1/spec.json").parent.mkdir(parents=True)
+    spec.write_text(json.dumps({"data": f"{repository}/snapshots/{named}"}))
+    receiver = machines.start("ana", repository=HubName("dataset", "pushed/rows", COMMIT))
+    receiver.fetch_from(port)
+    assert receiver.until("done", "problem").get("freed") == sum(len(old[content]) for content in unnamed[:2])
+    kept = {COMMIT, named, *unnamed[2:]}
+    assert {path.name for path in (repository / "snapshots").iterdir()} == kept
+    assert all(path.exists() for path in (repository / "snapshots").rglob("*")), "with their content"
+    assert len([*(repository / "blobs").iterdir()]) == len(FILES) - 1 + len(kept) - 1
+
+
 @pytest.mark.parametrize(
     "request_", [{"files": [["../x", 1, "a" * 64]]}, {"repository": ["model", "../../x", COMMIT]}, {"files": 1}]
 )

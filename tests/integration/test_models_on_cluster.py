@@ -129,6 +129,14 @@ def test_a_launch_brings_the_named_model_and_the_pushed_data_onto_its_nodes(
     for node, config in zip((ana, bea), nodes, strict=True):
         assert config.model == f"{node.home}/.cache/huggingface/hub/{TINY.folder}/snapshots/{COMMIT}"
         assert (config.data or "").startswith(f"{node.home}/.flightdeck/pushed/datasets--pushed--rows/snapshots/")
+        specs = node.disk.seen_from_head("~/.flightdeck/runs").glob("*/attempts/*/spec.json")
+        assert all(str(config.data) in spec.read_text() for spec in specs), "by which it is kept"
+    listed = json.loads(flightdeck(home, "models", "--json", cwd=studio).out)["nodes"]
+    assert {copy["name"] for copy in listed[0]["copies"]} == {"org/tiny", "pushed/rows"}
+    verified = flightdeck(home, "models", "verify", "hf:pushed/rows", "--json", cwd=studio)
+    assert json.loads(verified.out) == {node.name: {"damaged": []} for node in (ana, bea)}
+    removed = flightdeck(home, "models", "rm", "hf:pushed/rows", "--node", bea.name, "--yes", cwd=studio)
+    assert removed.code == 0 and not any(bea.disk.seen_from_head("~/.flightdeck/pushed").iterdir())
 
 
 @pytest.mark.slow
@@ -137,9 +145,9 @@ def test_what_nobody_has_is_downloaded_once_and_spread(isolated_cluster: Cluster
     with hub(FILES, isolated_cluster.head) as (endpoint, sent):
         for node in isolated_cluster.nodes:
             node.write("~/.profile", f"export HF_ENDPOINT={endpoint}\n")
-        pushed(studio, home)
+        assert "has the best way to the Hub: " in pushed(studio, home).err
     for node in isolated_cluster.nodes:
         node.disk.seen_from_head("~/.profile").unlink()
         snapshot = node.disk.seen_from_head(f"{REPOSITORY}/snapshots/{COMMIT}")
         assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == llama_files()
-    assert len(sent) == len(llama_files())
+    assert len(sent) == len(llama_files()) + len(isolated_cluster.nodes), "once, and each node has measured its way"

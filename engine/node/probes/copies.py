@@ -19,6 +19,8 @@ from engine.node.hub_cache import (
     files_below,
     hub_cache,
     login_environment,
+    pushed_root,
+    root_of,
     snapshots,
 )
 from engine.node.probes import nearest, reason_of
@@ -42,7 +44,8 @@ def probe_copies(request_text: str) -> dict[str, Any]:
     try:
         wanted = [HubName(*name) for name in request["names"]]
         names: list[HubName | None] = [*wanted] or [None]
-        seen = [snapshot for name in names for snapshot in snapshots(cache, name)]
+        seen = [snapshot for name in names for snapshot in snapshots(root_of(name, cache) if name else cache, name)]
+        seen += snapshots(pushed_root()) if not wanted else ()
         report["copies"] = [_of_snapshot(snapshot) for snapshot in seen[:_MOST]]
         if not wanted:
             report["copies"] += map(_of_folder, itertools.islice(_model_folders(request["folders"]), _MOST))
@@ -87,7 +90,7 @@ def probe_manifest(request_text: str) -> Iterator[dict[str, Any]]:
 def _manifest(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     revision, refs, folder = None, [], Path(request.get("folder") or "").expanduser()
     if request.get("repository") is not None:
-        snapshot = next(snapshots(hub_cache(login_environment()), HubName(*request["repository"])), None)
+        snapshot = next(snapshots(root_of(hub := HubName(*request["repository"])), hub), None)
         if snapshot is None:
             yield {"problem": "it is not in the cache"}
             return
@@ -116,9 +119,8 @@ def probe_remove_copy(request_text: str) -> dict[str, Any]:
     request = json.loads(request_text)
     try:
         if request.get("repository") is not None:
-            cache = hub_cache(login_environment())
-            snapshot = next(snapshots(cache, HubName(*request["repository"])), None)
-            folder = snapshot.repository if snapshot is not None else cache / "none"
+            hub = HubName(*request["repository"])
+            folder = root_of(hub) / hub.folder
         else:
             folder = Path(request["folder"]).expanduser()
         files = [path for path in files_below(folder) if not path.is_symlink()]
@@ -134,7 +136,7 @@ def probe_remove_copy(request_text: str) -> dict[str, Any]:
 def probe_hub(request_text: str) -> Iterator[dict[str, Any]]:
     """See engine.node.hub_cache.ask_hub."""
     request = json.loads(request_text)
-    return ask_hub(HubName(*request["repository"]), get=request["get"])
+    return ask_hub(HubName(*request.pop("repository")), **request)
 
 
 def probe_transfer() -> Iterator[dict[str, Any]]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.api import model_copies
 from engine.api.engine import Engine
+from engine.cluster.agent_client import THIS_MACHINE
+from engine.cluster.copies import Spreading
+from engine.cluster.transfer import CopyManifest
+from engine.cluster.transport.fleet import Fleet
+from engine.cluster.transport.local import LocalTransport
 from engine.config.load import load_config
-from engine.config.models import Config
+from engine.config.models import Config, NodeConfig
 from engine.errors import InputError
-from engine.protocol.manifest import HubName
+from engine.protocol.manifest import CopyFile, HubName
+from engine.snapshots import CopyProgress
 from tests.model_copies import cache_files
 from tests.model_files import llama_files
 
@@ -53,3 +60,51 @@ def test_a_folder_that_a_run_names_below_the_nodes_home_is_in_use(tmp_path: Path
     (file := tmp_path / "flightdeck.toml").write_text(toml)
     assert model_copies._reads(load_config(file), "ana", path, [path]) == kept
     assert not model_copies._reads(load_config(file), "bea", path, [path])
+
+
+def manifest(**files: str) -> CopyManifest:
+    listed = tuple(CopyFile(path, 1, digest * 64) for path, digest in files.items())
+    return CopyManifest(THIS_MACHINE, "/models/x", listed)
+
+
+def test_what_differs_in_a_folder_is_what_most_nodes_have_otherwise() -> None:
+    sound, other = manifest(a="1", b="2"), manifest(a="1", b="3")
+    assert [model_copies._differing(one, [sound, sound, other]) for one in (sound, other)] == [[], ["b"]]
+    assert [model_copies._differing(one, [sound, other]) for one in (sound, other)] == [["b"], ["b"]], "nobody knows"
+    more = manifest(a="1", b="2", c="4")
+    assert model_copies._differing(more, [sound, sound, more]) == []
+    assert model_copies._differing(sound, [more]) == ["c"], "this machine has it"
+
+
+async def test_a_folder_is_verified_against_the_one_that_was_pushed(tmp_path: Path, snapshot: Path) -> None:
+    for folder in (tmp_path / "mine", tmp_path / "models" / "mine"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    here = config(tmp_path, "org/tiny")
+    away = here.model_copy(update={"nodes": (here.nodes[0].model_copy(update={"ssh": "away"}),)})
+    async with Engine(tmp_path / "home") as engine:
+        engine.models._session.fleet._transports["away"] = LocalTransport()
+        assert await engine.models.verify(away, str(tmp_path / "mine")) == {"here": []}
+        (tmp_path / "models" / "mine" / "config.json").write_text("[]")
+        assert await engine.models.verify(away, str(tmp_path / "mine")) == {"here": ["config.json"]}
+        assert await engine.models.verify(away, "~/models/mine") == {"here": []}, "and there is no other"
+
+
+async def test_the_machine_with_the_fastest_way_downloads(
+    tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, nodes = list[CopyProgress](), [THIS_MACHINE.model_copy(update={"name": name, "ssh": name}) for name in "abc"]
+    answers: dict[str, Any] = {
+        "a": {"bytes": 9, "rate": 1e6},
+        "b": {"problem": "offline"},
+        "c": {"bytes": 9, "rate": 5e6},
+    }
+
+    async def ask(self: Spreading, node: NodeConfig, hub: HubName, **asked: object) -> dict[str, Any]:
+        return dict(answers[node.name])
+
+    monkeypatch.setattr(Spreading, "_ask_hub", ask)
+    async with Fleet(tmp_path / "home") as fleet:
+        ways = await Spreading(fleet, {}, notes.append)._ways_out(HubName("model", "org/tiny"), nodes)
+    assert [node.name for node, _ in ways] == ["c", "a", "b"]
+    assert [note.note for note in notes] == ["has the best way to the Hub: c 5.0 MB/s, a 1.0 MB/s"]

@@ -34,8 +34,8 @@ def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
         yield sent
 
 
-def answer(*, get: bool) -> dict[str, Any]:
-    request = json.dumps({"repository": TINY, "get": get})
+def answer(**asked: object) -> dict[str, Any]:
+    request = json.dumps({"repository": TINY, **asked})
     command = [sys.executable, "-m", "engine.node.probes", "hub", request]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -52,6 +52,13 @@ def test_a_model_is_looked_up_and_downloaded_once(tmp_path: Path, sent: list[str
     assert {path.name: path.read_bytes() for path in snapshot.files()} == llama_files()
     assert answer(get=True) == got
     assert len(sent) == len(llama_files())
+
+
+def test_the_begin_of_its_largest_file_measures_the_way_to_the_hub(sent: list[str]) -> None:
+    about = answer(get=False, sample=1000)
+    assert about["bytes"] == sum(map(len, llama_files().values())) and about["rate"] > 0
+    largest = max(llama_files().items(), key=lambda file: len(file[1]))[0]
+    assert [path.rpartition("/")[2] for path in sent] == [largest]
 
 
 def test_offline_is_respected_and_told(sent: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
