@@ -21,21 +21,13 @@ from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.failures.explanation import explained
 from engine.launch.rank_environment import rank_spec, trainer_job
-from engine.measurements import CalibrationProgress, Count, Figure, NodeMeasure
-from engine.models import FrozenModel, NodeFacts
+from engine.measurements import CalibrationProgress, Count, NodeMeasure
+from engine.models import NodeFacts
 from engine.plan.network import gpu_of
 from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.measurements import MeasureSpec
 from engine.protocol.messages import RequestEnded
 from engine.security.sanitise import plain
-
-
-class ProgressResult(FrozenModel):
-    """The progress of engine.trainer.calibrate."""
-
-    phase: ShortText
-    elapsed_s: Figure = 0.0
-    examples_per_s: Figure | None = None
 
 
 class MeasureResult(NodeMeasure):
@@ -46,11 +38,7 @@ class MeasureResult(NodeMeasure):
     gradient_bytes: Count | None = None
     qos: ShortText | None = None
     problem: ShortText | None = None
-
-
-class MeasureOutput(FrozenModel):
-    progress: ProgressResult | None = None
-    measured: MeasureResult | None = None
+    phase: ShortText
 
 
 OnProgress = Callable[[CalibrationProgress], None]
@@ -113,11 +101,11 @@ class _Measurement:
         if (needed := self.too_large.get(node.name)) is not None:
             why = f"not measured by itself: the whole job needs {needed}"
             self._report(node, "not measured", 0.0, None, why)
-            return MeasureResult(problem=why)
+            return MeasureResult(problem=why, phase="not measured")
         try:
             figures = await self._measured(rank, node)
         except (FlightDeckError, OSError, TimeoutError) as error:
-            figures = MeasureResult(problem=plain(str(error) or "no answer in time", 300))
+            figures = MeasureResult(problem=plain(str(error) or "no answer in time", 300), phase="not measured")
         phase = "not measured" if figures.examples_per_s is None else "measured"
         self._report(node, phase, figures.measured_s, figures.examples_per_s, figures.problem or "")
         return figures
@@ -133,11 +121,11 @@ class _Measurement:
         with contextlib.closing(started) as request:
             try:
                 while isinstance(line := await request.next_line(limit_s), bytes):
-                    output = parse_line(line, MeasureOutput)
-                    if output is not None and output.measured is not None:
-                        return output.measured
-                    if output is not None and (now := output.progress) is not None:
-                        self._report(node, now.phase, now.elapsed_s, now.examples_per_s)
+                    figures = parse_line(line, MeasureResult)
+                    if figures is not None and figures.phase == "measured":
+                        return figures
+                    if figures is not None:
+                        self._report(node, figures.phase, figures.measured_s, figures.examples_per_s)
                 output_at_end = line.stderr.strip() if isinstance(line, RequestEnded) else str(line)
                 why = explained(plain(output_at_end.rpartition("\n")[2]), output_at_end.splitlines())
                 raise LaunchError("the measurement ended without a result", where=node.name, why=why)

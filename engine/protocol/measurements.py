@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,22 +41,6 @@ STEP_PARTS = ("data_s", "compute_s", "communicate_s", "update_s")
 """In seconds, the parts of a step's time."""
 
 
-@dataclass(frozen=True)
-class RoundTimes:
-    """Updates of one rank from one exchange to the next, timed together: the seconds of each part of the work."""
-
-    step_s: float
-    """All of it."""
-    tokens: float
-    """Targets, over all ranks."""
-    data_s: float
-    compute_s: float
-    """Forward and backward passes."""
-    communicate_s: float
-    """Waiting for other ranks and exchanging."""
-    update_s: float
-
-
 @dataclass
 class GroupStepReport:
     """One rank's result of `engine.training.group_bench`; seconds are means over the iterations that count, see
@@ -68,7 +52,9 @@ class GroupStepReport:
     step_s: float | None = None
     data_s: float | None = None
     compute_s: float | None = None
+    """Forward and backward passes."""
     communicate_s: float | None = None
+    """Waiting for other ranks and exchanging."""
     update_s: float | None = None
     tokens: float | None = None
     """Targets of an iteration, over all ranks."""
@@ -80,14 +66,15 @@ class GroupStepReport:
     def succeeded(self) -> bool:
         return self.steps > 0 and self.error is None
 
-    def summarise(self, rounds: Sequence[RoundTimes], iterations: int) -> None:
+    def summarise(self, rounds: Sequence[Mapping[str, float]], iterations: int) -> None:
         """Take the means over the middle half of the `rounds`, by their duration, of so many `iterations` each: as
-        steady as a median, and the parts still add up to the whole."""
+        steady as a median, and the parts still add up to the whole. A round: the updates from one exchange to the next,
+        timed together, with the figures of an iteration by their names here."""
         cut = len(rounds) // 4
-        middle = sorted(rounds, key=lambda times: times.step_s)[cut : len(rounds) - cut]
+        middle = sorted(rounds, key=lambda figures: figures["step_s"])[cut : len(rounds) - cut]
         self.steps = len(rounds) * iterations
         for name in ("step_s", *STEP_PARTS, "tokens"):
-            setattr(self, name, sum(getattr(times, name) for times in middle) / (len(middle) * iterations))
+            setattr(self, name, sum(figures[name] for figures in middle) / (len(middle) * iterations))
 
 
 @dataclass(frozen=True)
@@ -110,7 +97,7 @@ class MeasureSpec:
 
 @dataclass
 class MeasureReport:
-    """The result of `engine.trainer.calibrate`; for the fields see engine.measurements.NodeMeasure."""
+    """What `engine.trainer.calibrate` reports, again and again; see engine.measurements.NodeMeasure for the fields."""
 
     examples_per_s: float | None = None
     spread: float | None = None
@@ -126,3 +113,5 @@ class MeasureReport:
     probes: list[dict[str, int]] = field(default_factory=list)
     qos: str | None = None
     problem: str | None = None
+    phase: str = "loading"
+    """ "probing", "warming up", "measuring"; "measured" in the last report, also where that failed."""

@@ -2,9 +2,8 @@
 
     cd <bundle> && exec <python> -m engine.trainer.calibrate SPEC
 
-SPEC is the path of a MeasureSpec. Prints JSON objects, one per line: {"progress": {"phase": "loading", "probing",
-"warming up" or "measuring", "elapsed_s": of measuring so far, "examples_per_s": number or null}} while it runs, and
-always {"measured": MeasureReport} at the end. Exit code 0 when the measurement succeeded, else 1."""
+SPEC is the path of a MeasureSpec. Prints a MeasureReport as JSON, one per line, while it runs, and always one at the
+end. Exit code 0 when the measurement succeeded, else 1."""
 
 from __future__ import annotations
 
@@ -43,23 +42,23 @@ def main(arguments: list[str]) -> int:
         # A JobError's message needs no class name.
         kind = type(error).__name__
         result.problem = str(error) if kind == "JobError" else f"{kind}: {error}"
-    return _print_result(result)
+    return _end(result)
 
 
 def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
-    _print_progress("loading", result)
+    _print(result)
     from engine.trainer.single_node_bench import PROBE_BATCHES, WARM_UP_STEPS, load_trainer, measure, second_batch
 
     training = load_trainer(spec, home)
     result.gradient_bytes = training.gradient_bytes
     result.batch = spec.batch
     watchdog = _StepWatchdog(lambda limit_s, stepped: _give_up(result, limit_s, stepped))
-    phase, printed_at = "probing", 0.0
+    printed_at = 0.0
 
     def report() -> None:
         nonlocal printed_at
         printed_at = time.monotonic()
-        _print_progress(phase, result)
+        _print(result)
 
     def step_done() -> None:
         watchdog.step_done()
@@ -71,13 +70,14 @@ def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
         step_done()
         return taken
 
+    result.phase = "probing"
     report()
     for batch in PROBE_BATCHES:
         state, peak = training.probe(batch, spec.seconds / len(PROBE_BATCHES), step_done)
         # The smallest batch leaves the least besides the state.
         result.state_bytes = result.state_bytes or state
         result.probes.append({"batch": batch, "peak_bytes": peak})
-    phase = "warming up"
+    result.phase = "warming up"
     report()
     started = time.monotonic()
     for batch in (second_batch(spec.batch), *[spec.batch] * WARM_UP_STEPS):
@@ -85,7 +85,7 @@ def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
         if time.monotonic() - started > spec.seconds:
             # Each is longer than the whole measurement: the probes' steps have warmed it up.
             break
-    phase = "measuring"
+    result.phase = "measuring"
     measure(step, spec.seconds, result, report)
     watchdog.end()
 
@@ -127,17 +127,17 @@ def _give_up(result: MeasureReport, limit_s: float, stepped: bool) -> None:
     else:
         result.examples_per_s = 0.0
         result.problem = f"no step within {limit_s:g} s"
-    os._exit(_print_result(result))
+    os._exit(_end(result))
 
 
-def _print_result(result: MeasureReport) -> int:
-    print(json.dumps({"measured": asdict(result)}), flush=True)
+def _end(result: MeasureReport) -> int:
+    result.phase = "measured"
+    _print(result)
     return 0 if result.problem is None else 1
 
 
-def _print_progress(phase: str, result: MeasureReport) -> None:
-    progress = {"phase": phase, "elapsed_s": result.measured_s, "examples_per_s": result.examples_per_s}
-    print(json.dumps({"progress": progress}), flush=True)
+def _print(result: MeasureReport) -> None:
+    print(json.dumps(asdict(result)), flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from engine.protocol.measurements import (
     STEP_PARTS,
     AllSumResult,
     GroupStepReport,
-    RoundTimes,
 )
 from engine.training.process import Control, TrainingProcess
 from engine.training.reporting import Reporter, first_line
@@ -86,11 +85,11 @@ def run_bench() -> None:
         result.peak_bytes = max(step["peak_memory_bytes"] for step in reporter.steps)
 
 
-def timed_rounds(loop: TrainingLoop, reporter: _Steps, seconds: float) -> list[RoundTimes]:
-    """Rounds for about `seconds` after a first one, which is left out. All ranks make the same number: rank 0 asks for
-    the end as for a stop."""
+def timed_rounds(loop: TrainingLoop, reporter: _Steps, seconds: float) -> list[dict[str, float]]:
+    """Rounds, as GroupStepReport.summarise takes them, for about `seconds` after a first one, which is left out. All
+    ranks make the same number: rank 0 asks for the end as for a stop."""
     loop.strategy.model.train()
-    job, rounds, until, done = loop.job, list[RoundTimes](), 0.0, 0
+    job, rounds, until, done = loop.job, list[dict[str, float]](), 0.0, 0
     # With strategy "local", up to an averaging.
     updates = job.local_steps if job.strategy == "local" else 1
     # A job's schedules know of no iteration beyond its last, which may end an incomplete update.
@@ -104,8 +103,8 @@ def timed_rounds(loop: TrainingLoop, reporter: _Steps, seconds: float) -> list[R
             first = done % iterations + 1
             done = loop.last_of_step(first)
             loop.train(first, done)
-        parts = [sum(step[name] for step in reporter.steps) for name in ("tokens", *STEP_PARTS)]
-        rounds.append(RoundTimes(time.perf_counter() - started, *parts))
+        parts = {name: sum(step[name] for step in reporter.steps) for name in ("tokens", *STEP_PARTS)}
+        rounds.append({"step_s": time.perf_counter() - started, **parts})
         until = until or time.perf_counter() + seconds
     return rounds[1:]
 

@@ -185,9 +185,9 @@ def spec(tiny: Tiny, folder: Path, job: dict[str, Any] | None, **fields: Any) ->
 def test_the_program_says_how_far_it_is_and_what_it_has_measured(tiny: Tiny, tmp_path: Path) -> None:
     code, output = run(spec(tiny, tmp_path, tiny.job()), tmp_path)
     assert code == 0
-    phases = list(dict.fromkeys(line["progress"]["phase"] for line in output[:-1]))
-    assert phases == ["loading", "probing", "warming up", "measuring"]
-    found = MeasureReport(**output[-1]["measured"])
+    phases = list(dict.fromkeys(line["phase"] for line in output))
+    assert phases == ["loading", "probing", "warming up", "measuring", "measured"]
+    found = MeasureReport(**output[-1])
     assert found.problem is None and found.batch == 4 and found.steps > 0
     assert found.examples_per_s is not None and found.examples_per_s > 0
     assert found.tokens_per_s is not None and found.tokens_per_s > found.examples_per_s
@@ -207,8 +207,8 @@ def test_a_job_of_ones_own_has_a_stand_in_that_needs_no_files(tmp_path: Path) ->
 def test_what_is_missing_is_said_in_one_line(tiny: Tiny, tmp_path: Path) -> None:
     code, output = run(spec(tiny, tmp_path, tiny.job(), model=str(tmp_path / "none")), tmp_path)
     assert code == 1
-    assert output[-1]["measured"]["examples_per_s"] is None
-    assert "is not a directory on this node" in output[-1]["measured"]["problem"]
+    assert output[-1]["examples_per_s"] is None
+    assert "is not a directory on this node" in output[-1]["problem"]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_only_a_node_that_finishes_no_step_at_all_counts_as_offline(
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(LeftError, match="1"):
         calibrate._give_up(MeasureReport(), 60.0, stepped)
-    found = json.loads(capsys.readouterr().out)["measured"]
+    found = json.loads(capsys.readouterr().out)
     assert (found["examples_per_s"], found["problem"]) == (speed, problem)
 
 

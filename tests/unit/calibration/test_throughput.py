@@ -14,7 +14,7 @@ import pytest
 
 from engine.calibration.calibrate import ring_pairs, whole_job_on_each
 from engine.calibration.group import group_measure, nodes_too_small, reports_of
-from engine.calibration.throughput import MeasureOutput, _measure, _Measurement, step_batch
+from engine.calibration.throughput import MeasureResult, _measure, _Measurement, step_batch
 from engine.checks.gradient import GroupOutcome
 from engine.cluster.probe_results import parse_line
 from engine.cluster.staging import HostLayout
@@ -22,22 +22,22 @@ from engine.config.models import JobConfig
 from engine.errors import LaunchError
 from engine.measurements import GroupMeasure
 from engine.models import NodeFacts, NvidiaGpu
-from engine.protocol.measurements import GroupStepReport, MeasureReport, RoundTimes
+from engine.protocol.measurements import STEP_PARTS, GroupStepReport, MeasureReport
 from tests.unit.cluster.macs import NOW
 from tests.unit.plan.calibrations import config
 from tests.unit.plan.clusters import QWEN3_32B, inputs, ultra_and_max
 
 
-def output(document: Mapping[str, Any]) -> MeasureOutput | None:
-    return parse_line(json.dumps(document).encode(), MeasureOutput)
+def output(document: Mapping[str, Any]) -> MeasureResult | None:
+    return parse_line(json.dumps({"phase": "measured", **document}).encode(), MeasureResult)
 
 
 def test_what_the_worker_writes_is_what_the_head_reads() -> None:
     probes = [{"batch": 1, "peak_bytes": 5}, {"batch": 2, "peak_bytes": 9}]
     written = MeasureReport(8.5, 0.02, 10, 900.0, 0.4, 4, 0.01, 30, 10.2, 6_000_000, 1_500_000, probes, "not on macOS")
-    found = output({"measured": asdict(written)})
-    assert found is not None and found.measured is not None
-    measure = _measure(config(["a"]).nodes[0], found.measured)
+    found = output(asdict(written))
+    assert found is not None and found.phase == "loading"
+    measure = _measure(config(["a"]).nodes[0], found)
     assert (measure.examples_per_s, measure.overhead_s, measure.steps, measure.state_bytes) == (
         8.5,
         0.01,
@@ -45,8 +45,6 @@ def test_what_the_worker_writes_is_what_the_head_reads() -> None:
         6_000_000,
     )
     assert [(probe.batch, probe.peak_bytes) for probe in measure.probes] == [(1, 5), (2, 9)]
-    progress = output({"progress": {"phase": "measuring", "elapsed_s": 1.5, "examples_per_s": 8.0}})
-    assert progress is not None and progress.progress is not None and progress.progress.examples_per_s == 8.0
 
 
 @pytest.mark.parametrize(
@@ -62,13 +60,14 @@ def test_what_the_worker_writes_is_what_the_head_reads() -> None:
     ],
 )
 def test_a_figure_that_cannot_be_is_no_answer(figures: dict[str, Any]) -> None:
-    assert output({"measured": figures}) is None
+    assert output(figures) is None
+    assert parse_line(b"{}", MeasureResult) is None
 
 
 def test_messages_are_made_harmless_and_short() -> None:
-    found = output({"measured": {"problem": "\x1b[31mred\x1b]0;title\x07" + "x" * 1000}})
-    assert found is not None and found.measured is not None and found.measured.problem is not None
-    assert "\x1b" not in found.measured.problem and len(found.measured.problem) < 400
+    found = output({"problem": "\x1b[31mred\x1b]0;title\x07" + "x" * 1000})
+    assert found is not None and found.problem is not None
+    assert "\x1b" not in found.problem and len(found.problem) < 400
 
 
 @pytest.mark.parametrize(
@@ -205,8 +204,9 @@ def test_a_failed_rank_is_named_rather_than_one_that_lost_it(
 
 
 def test_the_parts_of_a_measured_step_add_up_to_it_whatever_a_few_slow_ones_are() -> None:
-    usual = [RoundTimes(0.4, 200.0, 0.01, 0.25, 0.1, 0.04)] * 6
-    slow = RoundTimes(9.0, 200.0, 8.0, 0.6, 0.3, 0.1)
+    names = ("step_s", "tokens", *STEP_PARTS)
+    usual = [dict(zip(names, (0.4, 200.0, 0.01, 0.25, 0.1, 0.04), strict=True))] * 6
+    slow = dict(zip(names, (9.0, 200.0, 8.0, 0.6, 0.3, 0.1), strict=True))
     report = GroupStepReport(0)
     report.summarise([slow, *usual, slow], 2)
     assert (report.steps, report.step_s, report.tokens) == pytest.approx((16, 0.2, 100.0))
