@@ -52,8 +52,7 @@ async def calibrate(
         too_large = await asyncio.to_thread(nodes_too_small, whole_job_on_each(inputs))
         nodes, gradient_bytes, leftovers = await measure_nodes(reachable, measured_job, seconds, on_progress, too_large)
         links, all_ranks = await measure_links(reachable, on_progress)
-        too_large = await asyncio.to_thread(nodes_too_small, inputs)
-        group = await measure_group(reachable, measured_job, min(seconds, GROUP_S), on_progress, too_large)
+        group = await measure_group(reachable, measured_job, min(seconds, GROUP_S), on_progress)
         network = None
         with contextlib.suppress(FlightDeckError):
             network = await reachable.network_plan()

@@ -46,10 +46,9 @@ async def measure_group(
     config: Config,
     seconds: float,
     on_progress: Callable[[CalibrationProgress], None],
-    too_large: Mapping[str, str],
 ) -> GroupMeasure | None:
     """Measure for about `seconds` with the job of `config`, in which nothing is "auto"; a problem instead where that
-    failed, or the parts are `too_large` for nodes, by name. None for one node, and where its own step says it all."""
+    failed. None for one node, and where its own step says it all."""
     job = config.job
     if job.strategy not in ("sharded", "pipeline") or len(config.nodes) < 2:
         return None
@@ -58,7 +57,7 @@ async def measure_group(
     on_progress(CalibrationProgress(TOGETHER, "measuring", seconds=seconds))
     measure = GroupMeasure(strategy=job.strategy, batch=batch)
     try:
-        measure = group_measure(measure, await time_steps(context, config, seconds, too_large))
+        measure = group_measure(measure, await time_steps(context, config, seconds))
     except (FlightDeckError, OSError) as error:
         measure = measure.model_copy(update={"problem": str(error)})
     on_progress(
@@ -83,13 +82,11 @@ def group_measure(asked: GroupMeasure, reports: Mapping[str, GroupStepReport]) -
     return GroupMeasure.model_validate({**dict(asked), **values})
 
 
-async def time_steps(
-    context: CheckContext, config: Config, seconds: float, too_large: Mapping[str, str]
-) -> dict[str, GroupStepReport]:
+async def time_steps(context: CheckContext, config: Config, seconds: float) -> dict[str, GroupStepReport]:
     """Real iterations of the job of `config` on its nodes for about `seconds`: the reports by node. Cancelled, it ends
-    them. Raises LaunchError with the first fault, when a rank failed or its part is `too_large`; NodeUnreachable."""
-    if too_large:
-        node, needed = next(iter(too_large.items()))
+    them. Raises LaunchError with the first fault, when a rank failed or its part does not fit; NodeUnreachable."""
+    inputs = replace(await shared_plan_inputs(context), config=config)
+    for node, needed in (await asyncio.to_thread(nodes_too_small, inputs)).items():
         raise LaunchError("not measured", where=node, why=f"its part of the job needs {needed}")
     job = config.job
     split = job.layer_split or (await shared_plan(context)).strategy.layer_split
@@ -251,9 +248,7 @@ async def _measure(context: CheckContext, config: Config, seconds: float) -> Sca
         return point.model_copy(update={"problem": f"a batch of {point.batch} is too small for {point.ranks} ranks"})
     try:
         async with CheckContext(config, context.fleet) as subset:
-            inputs = replace(await shared_plan_inputs(subset), config=config)
-            too_large = await asyncio.to_thread(nodes_too_small, inputs)
-            return scaling_point(point, list((await time_steps(subset, config, seconds, too_large)).values()))
+            return scaling_point(point, list((await time_steps(subset, config, seconds)).values()))
     except (FlightDeckError, OSError) as error:
         return point.model_copy(update={"problem": str(error)})
 

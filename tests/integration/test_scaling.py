@@ -130,7 +130,7 @@ async def test_the_time_in_which_a_rank_waits_for_a_slower_one_is_none_of_its_pa
     nodes = tuple(node.model_copy(update={"share": share}) for node, share in zip(config.nodes, (15, 1), strict=True))
     config = config.model_copy(update={"job": config.job.model_copy(update=batch), "nodes": nodes})
     async with Fleet(home) as fleet, CheckContext(config, fleet) as context:
-        reports = await time_steps(context, config, 0.1, {})
+        reports = await time_steps(context, config, 0.1)
     slow, fast = reports["node0"], reports["node1"]
     assert slow.compute_s and fast.compute_s and slow.compute_s > 2 * fast.compute_s
     assert slow.communicate_s is not None and fast.communicate_s is not None

@@ -21,7 +21,7 @@ from mlx_lm.tuner.dora import DoRALinear
 from engine.protocol.attempt import STOP
 from engine.protocol.exit_codes import TrainerExit
 from engine.protocol.job import JobError
-from engine.trainer.adapter import Adapter
+from engine.trainer.answers import Adapter
 from engine.trainer.collective import Collective
 from engine.trainer.divided_model import DividedModel, divide
 from engine.trainer.model import load_model
