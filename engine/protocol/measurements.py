@@ -97,7 +97,7 @@ class MeasureSpec:
 
 @dataclass
 class MeasureReport:
-    """What `engine.trainer.calibrate` reports, again and again; see engine.measurements.NodeMeasure for the fields."""
+    """A report of `engine.trainer.calibrate`, so far; for the fields see engine.measurements.NodeMeasure."""
 
     examples_per_s: float | None = None
     spread: float | None = None
