@@ -6,17 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from engine.config.formats import split_form
-from engine.config.mlx_lm_keys import LOCAL_KEYS
+from engine.config.edit import with_settings
 from engine.config.models import Config
-from engine.errors import InputError, memory_text, plural
-from engine.job.traits import PARTITIONED
+from engine.errors import memory_text, plural
 from engine.plan.context import PlanContext
 from engine.plan.document import Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.prediction import mean_updates
 from engine.protocol.exchange import averaging, exchange
-from engine.protocol.job import AUTO, STRATEGIES, Strategy
+from engine.protocol.job import AUTO, Strategy
 from engine.protocol.partition import (
     SPLITTABLE_MODULES,
     LayerSplit,
@@ -167,29 +165,11 @@ def split_layers(context: PlanContext, layers: int, limits: Sequence[int | None]
 
 
 def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | None) -> Config:
-    """`config` with another strategy or other pipeline layers; None keeps its own. Raises InputError."""
+    """`config` with another strategy or other pipeline layers; None keeps its own. Raises ConfigError."""
     if strategy is None and layer_split is None:
         return config
-    chosen = strategy or ("pipeline" if layer_split is not None else config.job.strategy)
-    if config.job.kind.own_model is not None:
-        raise InputError("--strategy is not possible", why=config.job.kind.own_model)
-    has, one = STRATEGIES[config.job.framework], len(config.nodes) < 2
-    of_local = [key for key in LOCAL_KEYS if key in config.job.given and chosen != "local"]
-    int8 = chosen in PARTITIONED and config.job.mlx_lm.get("wire") == "int8"
-    for applies, why, todo in (
-        (chosen not in has, f"framework {config.job.framework} has {', '.join(has)}", ""),
-        (one and chosen == "pipeline", "a pipeline needs at least two nodes", ""),
-        (one and chosen == "local", "it averages the weights of at least two nodes", ""),
-        (int8, "it sends no int8, which wire asks for", 'set wire = "auto" or "float32" in [job]'),
-        (of_local, f"{', '.join(of_local)} are of strategy local alone", "remove them from [job]"),
-    ):
-        if applies:
-            raise InputError(f"--strategy {chosen} is not possible", why=why, todo=todo)
-    if layer_split is not None:
-        what = f"--layer-split {layer_split} is not possible"
-        if chosen != "pipeline":
-            raise InputError(what, why=f"strategy {chosen} does not split layers", todo="use --strategy pipeline")
-        if (accepted := split_form(layer_split, len(config.nodes))) is not None:
-            raise InputError(what, why=f"expected {accepted}")
-    kept = layer_split or (config.job.layer_split if chosen == "pipeline" else None)
-    return config.model_copy(update={"job": config.job.model_copy(update={"strategy": chosen, "layer_split": kept})})
+    changes: dict[str, str | None] = {"strategy": strategy or "pipeline"}
+    split = layer_split or (config.job.layer_split if changes["strategy"] == "pipeline" else None)
+    if split != config.job.layer_split:
+        changes["layer_split"] = split
+    return with_settings(config, changes, "--strategy" if strategy is not None else "--layer-split")
