@@ -21,7 +21,7 @@ from engine.plan.network import NetworkPlan
 from engine.plan.padding import BatchShapes, laid_out, shapes
 from engine.plan.prediction import predict_throughput
 from engine.plan.shares import divide_batch
-from engine.protocol.job import Strategy
+from engine.protocol.job import AUTO, Strategy
 from engine.protocol.partition import epoch_iterations, input_width
 
 _M4_MAX_BYTES = 128 * 2**30
@@ -241,6 +241,13 @@ class PlanContext(Rationale, PlanInputs):
     def given(self, *keys: str) -> bool:
         """True if the configuration sets any of these keys of [job], or one differs from its default."""
         return any(key in self.job.given or self.settings.get(key) != DEFAULTS.get(key) for key in keys)
+
+    def explain_setting(self, key: str, value: Any, chosen: str) -> None:
+        """`chosen`: why the plan has taken it, where the job's `value` of the key is "auto"."""
+        source, reason = (Source.USER, "the job sets it") if value or self.given(key) else (Source.DEFAULT, "not set")
+        if value == AUTO:
+            source, reason = Source.RULE, chosen
+        self.explain(f"settings.{key}", source, reason)
 
 
 def make_context(inputs: PlanInputs) -> PlanContext:

@@ -105,7 +105,7 @@ def memory_fit(context: PlanContext) -> MemoryFit:
         settings = unresolved(context.settings) if context.settings else Disabled(reason=str(error))
         return MemoryFit(unknown_memory(context, error), settings)
     _explain_choice(context, choice)
-    _explain_tiling(context, choice, shape, workloads)
+    _warn_of_tiling(context, choice.settings.sequence_tiling, shape, workloads)
     ranks = list(zip(places, workloads, needs, strict=True))
     _warn_of_older_mlx(context, shape, ranks)
     rows = [_rank_memory(context, place, workload, need) for place, workload, need in ranks]
@@ -339,44 +339,28 @@ def _need(
 
 
 def _explain_choice(context: PlanContext, choice: Choice) -> None:
-    asked = context.settings
-    for key in ("optimizer_precision", "moments"):
-        if asked.get(key, "float32") != AUTO:
-            context.explain(f"settings.{key}", Source.USER, "the job sets it")
-            continue
-        reason = "the most precise that fits" if choice.fits else "it needs the least, and does not fit"
-        if choice.fits and choice.rejected_bytes is not None:
-            reason += f": the next more precise would need {memory_text(choice.rejected_bytes)}"
-        context.explain(f"settings.{key}", Source.RULE, reason)
-    source, reason = Source.RULE, "all activations fit"
-    if asked.get("grad_checkpoint", False) != AUTO:
-        given = context.given("grad_checkpoint")
-        source, reason = (Source.USER, "the job sets it") if given else (Source.DEFAULT, "not set")
-    elif context.strategy == "sharded":
-        reason = "sharded layers are always recomputed"
-    elif not choice.fits:
-        reason = "it needs the least, and does not fit"
-    elif choice.settings.grad_checkpoint:
-        reason = "as few layers are recomputed as must be"
-    context.explain("settings.grad_checkpoint", source, reason)
+    precise, recomputed, tiled = "the most precise that fits", "all activations fit", "whole sequences fit"
+    if choice.rejected_bytes is not None:
+        precise += f": the next more precise would need {memory_text(choice.rejected_bytes)}"
+    if choice.settings.grad_checkpoint:
+        recomputed = "as few layers are recomputed as must be"
+    if choice.whole_bytes is not None:
+        tiled = f"the largest that fit: without tiles {memory_text(choice.whole_bytes)} are needed"
+    if not choice.fits:
+        precise = recomputed = tiled = "it needs the least, and does not fit"
+    if context.strategy == "sharded":
+        recomputed = "sharded layers are always recomputed"
+    chosen = {
+        "optimizer_precision": precise, "moments": precise, "grad_checkpoint": recomputed, "sequence_tiling": tiled,
+    }  # fmt: skip
+    for key, reason in chosen.items():
+        context.explain_setting(key, context.settings.get(key), reason)
 
 
-def _explain_tiling(context: PlanContext, choice: Choice, shape: ModelShape, workloads: Sequence[RankWorkload]) -> None:
-    tokens, one = choice.settings.sequence_tiling, shape.dtype_bytes
+def _warn_of_tiling(context: PlanContext, tokens: int, shape: ModelShape, workloads: Sequence[RankWorkload]) -> None:
     parts = {part for layer in shape.architecture.layers for part in layer.sublayers}
-    if tokens and not any(is_tiled(part, workload, one) for part in parts for workload in workloads):
+    if tokens and not any(is_tiled(part, load, shape.dtype_bytes) for part in parts for load in workloads):
         context.warn("memory", f"sequence_tiling = {tokens} changes nothing here: there is nothing to compute in tiles")
-    if context.settings.get("sequence_tiling", 0) != AUTO:
-        given = context.given("sequence_tiling")
-        source, reason = (Source.USER, "the job sets it") if given else (Source.DEFAULT, "not set")
-    elif choice.whole_bytes is not None:
-        source, reason = (
-            Source.RULE,
-            f"the largest that fit: without tiles {memory_text(choice.whole_bytes)} are needed",
-        )
-    else:
-        source, reason = Source.RULE, "whole sequences fit" if choice.fits else "it needs the least, and does not fit"
-    context.explain("settings.sequence_tiling", source, reason)
 
 
 def _attention(

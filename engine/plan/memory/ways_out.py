@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -129,21 +129,11 @@ class _Job:
     def limits(self) -> list[int | None]:
         return [place.limit_bytes for place in self.places]
 
-    def _choose(
-        self, workloads: Sequence[RankWorkload], limits: Sequence[int | None], requested: Mapping[str, Any]
-    ) -> Choice:
-        """As `choose`, with every need as much above its estimate as the measured one is."""
-        estimated = [None if limit is None else int(limit / self.measured) for limit in limits]
-        choice = choose(self.shape, workloads, estimated, requested)
-        return replace(choice, needed_bytes=tuple(math.ceil(need * self.measured) for need in choice.needed_bytes))
-
     def with_auto(self, keys: Sequence[str]) -> Iterator[WayOut]:
         """These settings chosen, which the job sets."""
-        if not keys:
-            return
-        choice = self._choose(self.workloads, self.limits, {**self.requested, **dict.fromkeys(keys, AUTO)})
-        if choice.fits:
-            yield _way(settings_text(choice.settings, keys), choice)
+        if keys:
+            free = {**self.requested, **dict.fromkeys(keys, AUTO)}
+            yield from self._try(lambda choice: settings_text(choice.settings, keys), requested=free)
 
     def higher_limit(self) -> Iterator[WayOut]:
         """More of a Mac's memory for its GPU."""
@@ -151,15 +141,15 @@ class _Job:
             None if limit is None else max(limit, ((place.total_bytes or 0) - _SYSTEM_BYTES) // place.ranks)
             for limit, place in zip(self.limits, self.places, strict=True)
         ]
-        choice = self._choose(self.workloads, raised, dict(settings_of(self.workloads[0])))
-        megabytes = {
-            place.node: math.ceil(need * place.ranks / 2**20)
-            for need, place in zip(choice.needed_bytes, self.places, strict=True)
-            if place.limit_bytes is not None and need > place.limit_bytes
-        }
-        if choice.fits:
-            set_limits = [f"iogpu.wired_limit_mb={size} on {node}" for node, size in megabytes.items()]
-            yield _way(" and ".join(set_limits), choice)
+
+        def commands(choice: Choice) -> str:
+            return " and ".join(
+                f"iogpu.wired_limit_mb={math.ceil(need * place.ranks / 2**20)} on {place.node}"
+                for need, place in zip(choice.needed_bytes, self.places, strict=True)
+                if place.limit_bytes is not None and need > place.limit_bytes
+            )
+
+        yield from self._try(commands, limits=raised, requested=dict(settings_of(self.workloads[0])))
 
     def newer_mlx(self) -> Iterator[WayOut]:
         newer = [
@@ -181,7 +171,8 @@ class _Job:
             strategy: Strategy = current if ranks > 1 else "data"
             change = f"{' and '.join(place.node for place in kept)} alone"
             change += f' and strategy = "{strategy}"' if strategy != current else ""
-            yield from self._try(change, [self._over(strategy, ranks)] * ranks, [place.limit_bytes for place in kept])
+            limits = [place.limit_bytes for place in kept]
+            yield from self._try(change, [self._over(strategy, ranks)] * ranks, limits=limits)
 
     def sharded(self, most: int, *, over_job: bool = True) -> Iterator[WayOut]:
         """The state divided over the fewest nodes: of the job's own (`over_job`), or like its largest."""
@@ -195,7 +186,7 @@ class _Job:
             nodes = largest[:ranks] if over_job else largest[:1]
             over = ", ".join(place.node for place in nodes) if over_job else f"{ranks} nodes like {nodes[0].node}"
             workloads, limits = [self._over("sharded", ranks)] * len(nodes), [place.limit_bytes for place in nodes]
-            yield from self._try(f"{' and '.join(settings)} over {over}", workloads, limits)
+            yield from self._try(f"{' and '.join(settings)} over {over}", workloads, limits=limits)
 
     def _largest_first(self) -> list[RankPlace]:
         return sorted(self.places, key=lambda place: place.limit_bytes or 0, reverse=True)
@@ -220,15 +211,20 @@ class _Job:
             yield WayOut(change=change, needed_bytes=way.needed_bytes)
 
     def _try(
-        self, change: str, workloads: Sequence[RankWorkload], limits: Sequence[int | None] | None = None
+        self,
+        change: str | Callable[[Choice], str],
+        workloads: Sequence[RankWorkload] | None = None,
+        *,
+        limits: Sequence[int | None] | None = None,
+        requested: Mapping[str, Any] | None = None,
     ) -> Iterator[WayOut]:
-        choice = self._choose(workloads, self.limits if limits is None else limits, self.requested)
+        """The change if the job fits with it, every need being as much above its estimate as the measured one is."""
+        scaled = [limit and int(limit / self.measured) for limit in limits or self.limits]
+        choice = choose(self.shape, workloads or self.workloads, scaled, requested or self.requested)
         if choice.fits:
-            yield _way(change, choice)
-
-
-def _way(change: str, choice: Choice) -> WayOut:
-    return WayOut(change=change, needed_bytes=max(choice.needed_bytes))
+            needs = tuple(math.ceil(need * self.measured) for need in choice.needed_bytes)
+            text = change if isinstance(change, str) else change(replace(choice, needed_bytes=needs))
+            yield WayOut(change=text, needed_bytes=max(needs))
 
 
 def settings_text(chosen: Settings, keys: Sequence[str]) -> str:

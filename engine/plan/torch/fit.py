@@ -237,15 +237,12 @@ def _contradiction(asked: Mapping[str, Any], *, on_gpu: bool) -> str:
     return f"{given} do not go together: ddp offloads nothing, {offloads}, and only ZeRO-3 to nvme"
 
 
-def _explain(asked: Mapping[str, Any], choice: StrategyChoice, rationale: Rationale) -> None:
+def _explain(asked: Mapping[str, Any], choice: StrategyChoice, context: PlanContext) -> None:
     chosen = choice.chosen.settings
     reasons = dict.fromkeys(("strategy", *_OF_STRATEGY[chosen.strategy]), choice.reason)
     reasons["grad_checkpoint"] = f"{'else the activations do not' if chosen.grad_checkpoint else 'the activations'} fit"
     for key, reason in reasons.items():
-        source, why = (Source.USER, "the job sets it") if asked[key] else (Source.DEFAULT, "not set")
-        if asked[key] == AUTO:
-            source, why = Source.RULE, reason
-        rationale.explain(f"settings.{key}", source, why)
+        context.explain_setting(key, asked[key], reason)
 
 
 def _rows(context: PlanContext, job: _Job, chosen: ChosenTorchSettings) -> tuple[list[RankMemory], list[str]]:
@@ -275,27 +272,23 @@ def _assumption(context: PlanContext, chosen: ChosenTorchSettings) -> str:
 def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: PlanContext) -> tuple[WayOut, ...]:
     """The smallest change of each kind with which every rank fits, those that leave the training as it is first."""
 
-    def attempt(changed: _Job, requested: Mapping[str, Any]) -> StrategyChoice | None:
-        """None where nothing that the job allows fits."""
-        options = changed.options(requested, precision)
-        choice = changed.choose(options) if options else None
-        return choice if choice is not None and choice.chosen.fits else None
-
-    def way(change: str, choice: StrategyChoice | None) -> Iterator[WayOut]:
-        if choice is not None:
-            yield WayOut(change=change, needed_bytes=choice.chosen.memory.needed_bytes)
+    def attempt(change: str, tried: _Job, requested: Mapping[str, Any], freed: Sequence[str] = ()) -> Iterator[WayOut]:
+        """`freed`: the keys of `requested` that are chosen, which the change then names."""
+        options = tried.options(requested, precision)
+        chosen = tried.choose(options).chosen if options else None
+        if chosen is not None and chosen.fits:
+            named = freed if len(freed) < 2 else list(_differing(chosen.settings, asked))
+            change = change or settings_text(chosen.settings, named)
+            yield WayOut(change=change, needed_bytes=chosen.memory.needed_bytes)
 
     def settings() -> Iterator[WayOut]:
         fixed = [key for key in _KEYS if asked[key] != AUTO]
-        for keys in (*([key] for key in fixed), fixed):
-            choice = attempt(job, {**asked, **dict.fromkeys(keys, AUTO)}) if keys else None
-            if choice is not None:
-                named = keys if len(keys) == 1 else list(_differing(choice, asked))
-                yield from way(settings_text(choice.chosen.settings, named), choice)
+        for keys in filter(None, (*([key] for key in fixed), fixed)):
+            yield from attempt("", job, {**asked, **dict.fromkeys(keys, AUTO)}, keys)
 
     def changed(changes: Iterable[tuple[str, Sequence[TorchWorkload]]]) -> Iterator[WayOut]:
         for change, workloads in changes:
-            yield from way(change, attempt(replace(job, workloads=tuple(workloads)), asked))
+            yield from attempt(change, replace(job, workloads=tuple(workloads)), asked)
 
     def more_ranks() -> Iterator[WayOut]:
         free = {**asked, **dict.fromkeys(_KEYS, AUTO)}
@@ -304,15 +297,14 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
             if ranks > len(job.workloads):
                 one = replace(job.workloads[0], world_size=ranks, batch=-(-batch // ranks))
                 larger = _Job(job.shape, (one, one), (job.places[0],) * 2)
-                yield from way(f"{ranks} ranks like {context.names[0]}", attempt(larger, free))
+                yield from attempt(f"{ranks} ranks like {context.names[0]}", larger, free)
 
     fewer = changed(fewer_sequences(job.workloads, context.settings))
     shorter, lora = changed(shorter_sequences(job.workloads)), changed(adapters(job.workloads))
     return tuple(first_of_each((settings(), fewer, shorter, lora, more_ranks())))
 
 
-def _differing(choice: StrategyChoice, asked: Mapping[str, Any]) -> Iterator[str]:
-    chosen = choice.chosen.settings
+def _differing(chosen: ChosenTorchSettings, asked: Mapping[str, Any]) -> Iterator[str]:
     for key in ("strategy", *_OF_STRATEGY[chosen.strategy], "grad_checkpoint"):
         if getattr(chosen, key) != asked[key]:
             yield key
