@@ -10,8 +10,9 @@ from pathlib import Path
 
 from engine.api.nodes import NodesApi
 from engine.api.runs import RunsApi
-from engine.api.session import Session, stream
+from engine.api.session import Session, named_nodes, stream
 from engine.cluster.agent_client import THIS_MACHINE
+from engine.cluster.copies import hosts_among
 from engine.cluster.environments import (
     FOLDER,
     EnvironmentPlan,
@@ -30,8 +31,6 @@ from engine.config.edit import write_pythons
 from engine.config.load import load_config
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, InputError, StateError
-from engine.queue.queue_files import queued_configs
-from engine.run.run_plan import read_plan
 from engine.security.audit import audit_log
 from engine.security.redact import redact
 from engine.security.sanitise import plain
@@ -47,13 +46,13 @@ class EnvironmentsApi:
     ) -> list[EnvironmentPlan]:
         """One for each host of these nodes, by default of all; nothing is changed. `offline`: wheels are sent also
         where an index is reached. Raises InputError, ConfigError."""
-        hosts, given = _hosts(config, names), given_requirements(config)
+        hosts, given = self._hosts(config, names), given_requirements(config)
         packages = config.job.kind.packages(config.job.words)
         if given is None and "mlx" not in packages:
             todo = 'write [environment] requirements = ["torch", "accelerate"], or name a requirements file'
             raise InputError("the packages of a PyTorch job's environment are not known", todo=todo)
         # Of all hosts, so that one made alone is as it would be among the others.
-        pythons = await self._inspect(_hosts(config, ()))
+        pythons = await self._inspect(self._hosts(config))
         others = self._minor_of_others(config, hosts)
         minor = config.environment.python or others or choose_minor(pythons.values())
         wanted = installed_here if given is None else lambda _: given
@@ -104,9 +103,14 @@ class EnvironmentsApi:
 
     async def all(self, config: Config, names: Collection[str] = ()) -> dict[str, NodePythons]:
         """Node → the pythons and environments of its host, or why they are not known. Raises InputError."""
-        hosts = _hosts(config, names)
+        hosts = self._hosts(config, names)
         answers = await self._inspect(hosts)
         return {node.name: answers[node.ssh] for node in hosts}
+
+    @staticmethod
+    def _hosts(config: Config, names: Collection[str] = ()) -> list[NodeConfig]:
+        """The first of these nodes, or of all, on each host. Raises InputError."""
+        return list(hosts_among(named_nodes(config, names)).values())
 
     async def _inspect(self, hosts: Sequence[NodeConfig]) -> dict[str, NodePythons]:
         answers = await asyncio.gather(*(inspect_node(self._session.fleet, node) for node in hosts))
@@ -117,26 +121,15 @@ class EnvironmentsApi:
         has not ended uses it, LaunchError, NodeUnreachable, OSError."""
         if re.fullmatch(r"[0-9a-f]{16}", name) is None:
             raise InputError(f"{name[:80]!r} is no environment", todo="`flightdeck environments` lists them")
-        if users := self._users(config, name):
-            raise InputError(f"environment {name} is not removed", why=f"used by {', '.join(users)}")
-        hosts = _hosts(config, names)
+        configs = {f"{config.file or 'this configuration'} names it": config, **self._runs.configs_in_use()}
+        part = f"/{FOLDER}/{name}/"
+        if why := [user for user, used in configs.items() if any(part in node.python for node in used.nodes)]:
+            raise InputError(f"environment {name} is not removed", why=", ".join(why))
+        hosts = self._hosts(config, names)
         audit_log(
             "environment", "removed", {"id": name, "nodes": [node.name for node in hosts]}, home=self._session.home
         )
         await gather_all(remove_environment(self._session.fleet, node, name) for node in hosts)
-
-    def _users(self, config: Config, name: str) -> list[str]:
-        """The configurations with a node whose python is in this environment."""
-        configs = {str(config.file or "this configuration"): config}
-        for record in self._runs.all():
-            if not record.state.ended:
-                with contextlib.suppress(StateError):
-                    configs[f"run {record.id}"] = read_plan(self._runs.directory(record.id).plan).config
-        configs |= {
-            f"queued item {number}": queued for number, queued in enumerate(queued_configs(self._session.home), 1)
-        }
-        part = f"/{FOLDER}/{name}/"
-        return [user for user, used in configs.items() if any(part in node.python for node in used.nodes)]
 
     def _minor_of_others(self, config: Config, hosts: Sequence[NodeConfig]) -> str | None:
         """The Python of a node that keeps its own, as it was last seen."""
@@ -145,10 +138,3 @@ class EnvironmentsApi:
             kept = (facts.python for facts in self._nodes.last_facts(config) if facts.host not in made)
             return next((".".join(python.split(".")[:2]) for python in kept if python), None)
         return None
-
-
-def _hosts(config: Config, names: Collection[str]) -> list[NodeConfig]:
-    """The first node of each host that one of these nodes is on; all without names. Raises InputError."""
-    if unknown := sorted(set(names) - {node.name for node in config.nodes}):
-        raise InputError(f"no node {unknown[0]!r}", todo=f"nodes: {', '.join(node.name for node in config.nodes)}")
-    return list({node.ssh: node for node in reversed(config.nodes) if not names or node.name in names}.values())[::-1]

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 from engine.api.runs import RunsApi
-from engine.api.session import Session, stream
+from engine.api.session import Session, named_nodes, stream
 from engine.checks.placement import addresses, hub_names
 from engine.cluster.agent_client import THIS_MACHINE, value_of
 from engine.cluster.copies import Spreading, copies_of, hosts_among, pushed_folder
@@ -21,8 +21,6 @@ from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, InputError, LaunchError, StateError
 from engine.models import NodeFacts
 from engine.protocol.manifest import PUSHED, HubName, hub_name
-from engine.queue.queue_files import queued_configs
-from engine.run.run_plan import read_plan
 from engine.security.audit import audit_log
 from engine.snapshots import CopyProgress
 
@@ -56,9 +54,8 @@ class ModelsApi:
             folder = Path(name).expanduser().absolute()
             if folder.is_dir():
                 holder = await read_manifest(self._session.fleet, THIS_MACHINE, str(folder), note=_note(report))
-                there = pushed_folder(folder.as_posix(), kind)
-                others = {ssh: node for ssh, node in targets.items() if not node.local}
-                await spreading.folder(holder, there, others, replace=replace)
+                place = {"folder": pushed_folder(folder.as_posix(), kind), "replace": replace}
+                await spreading.files([holder], place, [node for node in targets.values() if not node.local])
             else:
                 await spreading.repository(_hub(name, kind), targets, (*config.nodes, THIS_MACHINE), verify=True)
             context = {"name": name, "nodes": [node.name for node in targets.values()]}
@@ -113,8 +110,10 @@ class ModelsApi:
         listed = [copy for copy in copies.copies if copy.name == getattr(asked, "name", None) or copy.path == name]
         if copies.problem or not listed:
             raise InputError(f"{node} has no {name}", why=copies.problem or "", todo="see `flightdeck models`")
-        for why in await asyncio.to_thread(self._users, target.ssh, asked, [copy.path for copy in listed]):
-            raise InputError(f"{name} is in use on {node}", why=why, todo="wait, or abort or cancel it")
+        paths = [copy.path for copy in listed]
+        for why, used in (await asyncio.to_thread(self._runs.configs_in_use)).items():
+            if _reads(used, target.ssh, asked, paths):
+                raise InputError(f"{name} is in use on {node}", why=why, todo="wait, or abort or cancel it")
         audit_log("models", "removed", {"name": name, "node": node}, home=self._session.home)
         request = {"repository": asked} if isinstance(asked, HubName) else {"folder": listed[0].path}
         report = await agent.probe("remove_copy", json.dumps(request), result_type=RemovedCopy, timeout_s=_REMOVE_S)
@@ -123,22 +122,9 @@ class ModelsApi:
             raise LaunchError(f"{name} could not be removed", where=node, why=removed.problem)
         return removed.bytes
 
-    def _users(self, ssh: str, asked: HubName | str, paths: Sequence[str]) -> Sequence[str]:
-        """Which runs that have not ended, and queued items, read it on that host. Raises StateError, InputError."""
-        configs = [("a queued item is to read it", config) for config in queued_configs(self._session.home)]
-        for record in self._runs.all():
-            if not record.state.ended:
-                configs.append(
-                    (f"the run {record.id} has not ended", read_plan(self._runs.find(record.id).plan).config)
-                )
-        return [why for why, config in configs if _reads(config, ssh, asked, paths)]
-
     def _targets(self, config: Config, names: Sequence[str]) -> dict[str, NodeConfig]:
         """The hosts of these nodes, or all. Raises InputError."""
-        if unknown := set(names) - {node.name for node in config.nodes}:
-            names_there = ", ".join(node.name for node in config.nodes)
-            raise InputError(f"no node {min(unknown)!r}", todo=f"nodes: {names_there}")
-        return hosts_among([node for node in config.nodes if not names or node.name in names])
+        return hosts_among(named_nodes(config, names))
 
     def _spreading(self, config: Config, report: Callable[[CopyProgress], None]) -> Spreading:
         facts = list[NodeFacts]()

@@ -8,7 +8,7 @@ import os
 import shlex
 from collections.abc import AsyncIterator, Sequence
 
-from engine.api.session import Session
+from engine.api.session import Session, named_nodes
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.discovery import FoundHost, FoundPython, discover, find_pythons
 from engine.cluster.facts import probe_as_completed
@@ -18,7 +18,7 @@ from engine.cluster.transport.base import Completed, for_any_shell
 from engine.cluster.transport.ssh_config import shell_argv, write_openssh_config
 from engine.config.load import named_programs
 from engine.config.models import Config, NodeConfig
-from engine.errors import HostKeyChanged, InputError, StateError
+from engine.errors import HostKeyChanged, StateError
 from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
 from engine.plan.addresses import setup_commands, setup_script
 from engine.plan.network import NetworkPlan, plan_network
@@ -162,7 +162,4 @@ def _as_typed(command: str) -> str:
 def _node(config: Config, name: str) -> NodeConfig:
     if name == THIS_MACHINE.name:
         return THIS_MACHINE
-    node = next((node for node in config.nodes if node.name == name), None)
-    if node is None:
-        raise InputError(f"no node {name!r}", todo=f"nodes: {', '.join(node.name for node in config.nodes)}")
-    return node
+    return named_nodes(config, [name])[0]

@@ -13,8 +13,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.api.session import Session
+from engine.config.models import Config
 from engine.errors import InputError, LaunchError, RunNotFound, StateError, did_you_mean
 from engine.models import RunRecord, RunState
+from engine.queue.queue_files import queued_configs
 from engine.queue.runner_process import start_runner
 from engine.run.deletion import delete_folders, delete_here
 from engine.run.failure_cause import diagnose
@@ -102,6 +104,14 @@ class RunsApi:
         fusions = (task.id for task in self.tasks_of(run) if (task.task, task.state) == ("fuse", RunState.SUCCEEDED))
         results = (RunWatch(self.directory(fusion)).poll().result for fusion in fusions)
         return next((model for result in results if result is not None and (model := result.newest("model"))), ())
+
+    def configs_in_use(self) -> dict[str, Config]:
+        """Those of the runs that have not ended and of the queued items, by what is said of each. Raises StateError,
+        InputError."""
+        going = (record.id for record in self.all() if not record.state.ended)
+        configs = {f"the run {run} has not ended": read_plan(self.directory(run).plan).config for run in going}
+        queued = enumerate(queued_configs(self._session.home), start=1)
+        return configs | {f"queued item {number} is to use it": config for number, config in queued}
 
     def find_trained(self, run: str) -> RunDir:
         """As `find`, but "last" is the newest training. Raises InputError for what is no training."""

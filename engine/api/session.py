@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from engine.errors import InputError
 from engine.security.paths import check_private, state_home
 from engine.store.store import Store
 
 if TYPE_CHECKING:
     from engine.cluster.transport.fleet import Fleet
+    from engine.config.models import Config, NodeConfig
 
 Item = TypeVar("Item")
+
+
+def named_nodes(config: Config, names: Collection[str] = ()) -> list[NodeConfig]:
+    """The nodes of these names, or all. Raises InputError."""
+    there = [node.name for node in config.nodes]
+    if unknown := sorted(set(names) - set(there)):
+        raise InputError(f"no node {unknown[0]!r}", todo=f"nodes: {', '.join(there)}")
+    return [node for node in config.nodes if not names or node.name in names]
 
 
 class Session:

@@ -88,7 +88,7 @@ async def _push(spreading: Spreading, config: Config, targets: Mapping[str, Node
     holder = await read_manifest(spreading.fleet, THIS_MACHINE, str(source))
     content = hashlib.sha256(repr(sorted(holder.files)).encode()).hexdigest()[:40]
     pushed = HubName("dataset", f"{PUSHED}{make_identifier(source.stem, 'data')}", content)
-    folders = await spreading.pushed(holder, pushed, targets)
+    folders = await spreading.files([holder], {"repository": pushed}, [*targets.values()])
     return {ssh: posixpath.join(folder, source.name) if source.is_file() else folder for ssh, folder in folders.items()}
 
 

@@ -301,29 +301,29 @@ class AgentRequest:
 
     async def next_line(self, timeout_s: float) -> bytes | Late | messages.RequestEnded:
         """The next line of its output, or its end. Raises NodeUnreachable."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while b"\n" not in self.output:
-                    if self.ended is not None:
-                        return self.ended
-                    await self._change()
-        except TimeoutError:
-            return Late(command="the probe", after_s=timeout_s)
+        if none := await self._none(lambda: b"\n" in self.output, timeout_s):
+            return none
         line, _, self.output = self.output.partition(b"\n")
         return bytes(line)
 
     async def next_data(self, timeout_s: float) -> bytes | Late | messages.RequestEnded:
         """All of its output that has come and was not read, or its end. Raises NodeUnreachable."""
+        if none := await self._none(lambda: bool(self.output), timeout_s):
+            return none
+        data, self.output = self.output, bytearray()
+        return bytes(data)
+
+    async def _none(self, came: Callable[[], bool], timeout_s: float) -> Late | messages.RequestEnded | None:
+        """Why what is waited for does not come; None once it has. Raises NodeUnreachable."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.output:
+                while not came():
                     if self.ended is not None:
                         return self.ended
                     await self._change()
         except TimeoutError:
             return Late(command="the probe", after_s=timeout_s)
-        data, self.output = self.output, bytearray()
-        return bytes(data)
+        return None
 
     async def next_result(self, name: str, result_type: type[Result], timeout_s: float) -> Result | NoValue:
         """The next document of a probe that goes on. Raises NodeUnreachable."""

@@ -90,23 +90,12 @@ class Spreading:
         givers = sorted((node for node in nodes if node.ssh in whole), key=lambda node: node in lacking)
         holders = [await read_manifest(self.fleet, node, commit) for node in givers[:_HOLDERS]]
         place = {"repository": commit, "refs": holders[0].refs, "verify": verify}
-        return {**there, **await self._spread(holders, place, lacking)}
+        return {**there, **await self.files(holders, place, lacking)}
 
-    async def folder(
-        self, holder: CopyManifest, folder: str, targets: Mapping[str, NodeConfig], *, replace: bool
-    ) -> dict[str, str]:
-        """A holder's files in a folder of all targets. Raises as `repository`."""
-        place = {"folder": folder, "replace": replace}
-        return await self._spread([holder], place, list(targets.values()))
-
-    async def pushed(self, holder: CopyManifest, hub: HubName, targets: Mapping[str, NodeConfig]) -> dict[str, str]:
-        """A holder's files below the node root of all targets, as a repository of that name, with PUSHED. Raises as
-        `repository`."""
-        return await self._spread([holder], {"repository": hub}, list(targets.values()))
-
-    async def _spread(
+    async def files(
         self, holders: Sequence[CopyManifest], place: Mapping[str, object], to: Sequence[NodeConfig]
     ) -> dict[str, str]:
+        """The files of `holders` in a `place` (Spread's) of each host. Raises as `repository`."""
         if not holders[0].files:
             raise TransferRefused(f"{holders[0].path} has no files", where=holders[0].node.name)
         same = [holder for holder in holders if set(holder.files) == set(holders[0].files)]

@@ -47,7 +47,7 @@ def test_one_is_made_on_each_node_from_wheels_and_used_and_removed(cluster: Clus
         ask = [python.replace("~", node.home), "-c", "import tiny, tinydep; print(tiny.version, tinydep.version)"]
         assert node.run(ask).stdout.split() == ["1.0", "2.0"]
     refused = flightdeck(home, "environments", "remove", name, "--yes", cwd=studio)
-    assert refused.code == 2 and "used by" in refused.err
+    assert refused.code == 2 and "flightdeck.toml names it" in refused.err
     text = (studio / "flightdeck.toml").read_text()
     (studio / "flightdeck.toml").write_text(text.replace(python, "~/none/bin/python"))
     assert flightdeck(home, "environments", "remove", name, "--yes", cwd=studio).code == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.api import model_copies
+from engine.api import model_copies, runs
 from engine.api.engine import Engine
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.copies import Spreading
@@ -45,10 +45,10 @@ async def test_what_a_queued_item_names_or_reads_is_kept_and_anything_else_remov
     async with Engine(tmp_path / "home") as engine:
         for model in ("org/tiny", str(snapshot)):
             queued = config(tmp_path, model)
-            monkeypatch.setattr(model_copies, "queued_configs", lambda _, queued=queued: [queued])
+            monkeypatch.setattr(runs, "queued_configs", lambda _, queued=queued: [queued])
             with pytest.raises(InputError, match="is in use on here"):
                 await engine.models.remove(queued, "org/tiny", "here")
-        monkeypatch.setattr(model_copies, "queued_configs", lambda _: [config(tmp_path, "org/other")])
+        monkeypatch.setattr(runs, "queued_configs", lambda _: [config(tmp_path, "org/other")])
         freed = await engine.models.remove(config(tmp_path, "org/tiny"), "org/tiny", "here")
     assert freed >= sum(map(len, llama_files().values()))
     assert not snapshot.exists()
