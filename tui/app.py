@@ -69,6 +69,7 @@ from tui.screens.copies import ModelCopies
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import (
     Confirm,
+    Dialog,
     Welcome,
     confirm_abort,
     confirm_delete,
@@ -334,7 +335,7 @@ class FlightDeckApp(App[None]):
         if self.state.read_only:
             return
 
-        def answered(go: bool | None) -> None:
+        def answered(go: str | None) -> None:
             self.store.change(asking=False)
             if not go:
                 self.store.change(fault=f"{config.file} was not accepted: start again to be asked again")
@@ -346,7 +347,7 @@ class FlightDeckApp(App[None]):
             self._take_config(message)
 
         programs = message.engine.nodes.programs(config)
-        self.push_screen(confirm_programs(config.file, programs, text_width(self.size.width)), answered)
+        self.push_screen(confirm_programs(config.file, programs, self._text_width), answered)
 
     def _take_config(self, message: EngineReady) -> None:
         config = message.config
@@ -534,6 +535,20 @@ class FlightDeckApp(App[None]):
         for run in self.state.runs or ():
             yield PaletteEntry(f"open {run.id}", f"{run.state}, {run.name}", partial(self.open_run, run.id))
 
+    @property
+    def _text_width(self) -> int:
+        """Cells of a dialog's lines."""
+        return text_width(self.size.width)
+
+    def _confirm(self, dialog: Dialog, agreed: Callable[[], object]) -> None:
+        """Do it once a person has agreed. Shown at once: a key typed right behind must reach the dialog."""
+
+        def answered(answer: str | None) -> None:
+            if answer is not None:
+                agreed()
+
+        self.push_screen(dialog, answered)
+
     def _request(self, work: Coroutine[Any, Any, object]) -> None:
         self.run_worker(work, group="requests", exit_on_error=True)
 
@@ -547,17 +562,13 @@ class FlightDeckApp(App[None]):
             elif answer == "settings":
                 self._ask_settings(config)
 
-        self.push_screen(confirm_launch(self.state, text_width(self.size.width)), answered)
+        self.push_screen(confirm_launch(self.state, self._text_width), answered)
 
     def do_enqueue(self) -> None:
         config = self.state.config
         assert config is not None
 
-        def answered(go: bool | None) -> None:
-            if go:
-                self._request(self.client.enqueue(config))
-
-        self.push_screen(confirm_queue(self.state, text_width(self.size.width)), answered)
+        self._confirm(confirm_queue(self.state, self._text_width), lambda: self._request(self.client.enqueue(config)))
 
     def do_item_up(self) -> None:
         self._move_item(-1)
@@ -580,13 +591,9 @@ class FlightDeckApp(App[None]):
         item = self.state.queued
         assert item is not None
 
-        def answered(go: bool | None) -> None:
-            if go:
-                self._request(self.client.change_queue("cancel", item.id))
-
-        lines = [pair("effect", "it leaves the queue; its configuration's file stays", text_width(self.size.width))]
-        title = f"cancel item {item.id} ({item.name})?"
-        self.push_screen(Confirm(title, lines, "Cancel it", dangerous=True), answered)
+        lines = [pair("effect", "it leaves the queue; its configuration's file stays", self._text_width)]
+        dialog = Confirm(f"cancel item {item.id} ({item.name})?", lines, "Cancel it", dangerous=True)
+        self._confirm(dialog, lambda: self._request(self.client.change_queue("cancel", item.id)))
 
     def _launch(self, config: Config, changes: Mapping[str, Any] | None = None) -> None:
         self._first_config = None
@@ -597,13 +604,10 @@ class FlightDeckApp(App[None]):
         self._request(self.client.launch_with(config, changes) if changes else self.client.launch(config))
 
     def _ask_settings(self, config: Config) -> None:
-        def answered(changes: Mapping[str, Any] | None) -> None:
-            if changes is not None:
-                self._launch(config, changes)
-
         effect = f"changes are written into {config.file}" if config.file else "changes are of this launch alone"
-        title, width = f"launch {config.job.name} with these settings?", text_width(self.size.width)
-        self.push_screen(SettingsForm(title, config, width, self.client.plan_of, effect), answered)
+        title = f"launch {config.job.name} with these settings?"
+        form = SettingsForm(title, config, self._text_width, self.client.plan_of, effect)
+        self._confirm(form, lambda: self._launch(config, form.changes))
 
     def do_again(self) -> None:
         run, snapshot = self.state.used_run, None
@@ -622,29 +626,24 @@ class FlightDeckApp(App[None]):
             elif key == "c":
                 self._request(self._ask_changes(run))
 
-        self.push_screen(Choices(f"start {run} again", self.state, text_width(self.size.width), read=read), chosen)
+        self.push_screen(Choices(f"start {run} again", self.state, self._text_width, read=read), chosen)
 
     async def _ask_changes(self, run: str) -> None:
-        def answered(changes: Mapping[str, Any] | None) -> None:
-            if changes is not None:
-                self._request(self.client.repeat(run, changes))
-
         config = await self.client.configuration(run)
         if config is None:
             return
         effect = f"a new run with the configuration of {run}; its file stays as it is"
-        title, width = f"run {run} again with these settings?", text_width(self.size.width)
-        self.push_screen(SettingsForm(title, config, width, self.client.plan_of, effect), answered)
+        title = f"run {run} again with these settings?"
+        form = SettingsForm(title, config, self._text_width, self.client.plan_of, effect)
+        self._confirm(form, lambda: self._request(self.client.repeat(run, form.changes)))
 
     def on_inputs_differ(self, message: InputsDiffer) -> None:
-        def answered(go: bool | None) -> None:
-            if go:
-                self._request(self.client.repeat(message.run, message.settings, accept_changed=True))
-
-        width = text_width(self.size.width)
+        width = self._text_width
         lines = [pair("changed", text, width, style="$warning") for text in message.changed.split("; ")]
         lines.append(pair("effect", "a new run with what there is now: its losses cannot be compared exactly", width))
-        self.push_screen(Confirm(f"{message.run} cannot be repeated as it was", lines, "Go on all the same"), answered)
+        dialog = Confirm(f"{message.run} cannot be repeated as it was", lines, "Go on all the same")
+        repeat = partial(self.client.repeat, message.run, message.settings, accept_changed=True)
+        self._confirm(dialog, lambda: self._request(repeat()))
 
     def do_edit(self) -> None:
         assert self.state.config is not None and self.state.config.file is not None
@@ -692,7 +691,7 @@ class FlightDeckApp(App[None]):
             for key, file in files.items()
         ]
         if choices:
-            screen = Choices("configurations", self.state, text_width(self.size.width), choices)
+            screen = Choices("configurations", self.state, self._text_width, choices)
             self.push_screen(screen, lambda key: self.poller.read_file(files[key].path) if key is not None else None)
         else:
             self.say(f"no configuration in {folder}: i writes one")
@@ -723,15 +722,15 @@ class FlightDeckApp(App[None]):
             dialog = Stopping(self.state, lambda: self._request(self.client.abort(run, now=True)))
             self.push_screen(dialog, self._take_answer)
 
-        def answered(go: bool | None) -> None:
-            if go and self.state.active:
+        def abort() -> None:
+            if self.state.active:
                 self._request(self.client.abort(run, now=False))
                 show_progress()
 
         if self.state.snapshot.stop is not None:
             show_progress()
         else:
-            self.push_screen(confirm_abort(self.state, text_width(self.size.width)), answered)
+            self._confirm(confirm_abort(self.state, self._text_width), abort)
 
     def do_recheck(self) -> None:
         self._request(self.client.preflight() if self.state.pane == "preflight" else self.client.probe())
@@ -774,23 +773,22 @@ class FlightDeckApp(App[None]):
             if key is not None and use is not None:
                 self._use(use, key)
 
-        self.push_screen(Choices(f"use {run}", self.state, text_width(self.size.width), read=read), chosen)
+        self.push_screen(Choices(f"use {run}", self.state, self._text_width, read=read), chosen)
 
     def _use(self, use: RunUse, key: str) -> None:
-        width = text_width(self.size.width)
         if key == "c":
             self.push_screen(Chat(self.client, use.run))
         elif key == "e":
             self._ask_task(use, api.TaskRequest("evaluate", divided=True), "eval")
         elif key == "f":
-            form = Choices(f"fuse {use.run}", self.state, width, forms(use))
+            form = Choices(f"fuse {use.run}", self.state, self._text_width, forms(use))
             self.push_screen(form, lambda form: self._ask_fuse(use, form))
         elif key == "s":
             self._ask_task(use, api.serve_request("127.0.0.1", api.SERVE_PORT, divided=False), "serve")
         elif key == "F":
             self._request(self.client.fetch(use.run))
         elif key == "p":
-            places = Choices(f"publish {use.run}", self.state, width, PLACES)
+            places = Choices(f"publish {use.run}", self.state, self._text_width, PLACES)
             self.push_screen(places, lambda place: self._publish(use, TARGETS.get(place or "")))
 
     def _ask_fuse(self, use: RunUse, form: str | None) -> None:
@@ -800,11 +798,8 @@ class FlightDeckApp(App[None]):
             self._ask_task(use, api.TaskRequest("fuse", {"keep": api.KEEP, **options}), f"fuse{words}")
 
     def _ask_task(self, use: RunUse, request: TaskRequest, command: str) -> None:
-        def answered(go: bool | None) -> None:
-            if go:
-                self._request(self.client.start_task(use.run, request))
-
-        self.push_screen(confirm_task(request.kind, use, command, text_width(self.size.width)), answered)
+        dialog = confirm_task(request.kind, use, command, self._text_width)
+        self._confirm(dialog, lambda: self._request(self.client.start_task(use.run, request)))
 
     def _publish(self, use: RunUse, target: str | None) -> None:
         """On the Hub only by command: it needs a name there."""
@@ -819,12 +814,9 @@ class FlightDeckApp(App[None]):
             self._request(publish(target))
 
     def _show_commands(self, title: str, commands: Sequence[str]) -> None:
-        def answered(go: bool | None) -> None:
-            if go and not copy_to_pasteboard("\n".join(commands)):
-                self.copy_to_clipboard("\n".join(commands))
-
-        lines = pair("in a shell", "\n".join(commands), text_width(self.size.width))
-        self.push_screen(Confirm(title, [lines], "Copy"), answered)
+        text = "\n".join(commands)
+        lines = pair("in a shell", text, self._text_width)
+        self._confirm(Confirm(title, [lines], "Copy"), lambda: self._put_into_clipboard(text))
 
     def do_skip(self) -> None:
         """Skip the check under the cursor at the next launch, or no longer."""
@@ -839,7 +831,7 @@ class FlightDeckApp(App[None]):
             if reason is not None:
                 self.store.change(skips={**self.state.skips, check.name: reason})
 
-        self.push_screen(SkipCheck(check, text_width(self.size.width)), answered)
+        self.push_screen(SkipCheck(check, self._text_width), answered)
 
     def do_describe(self) -> None:
         if self.state.view != "history":
@@ -873,14 +865,13 @@ class FlightDeckApp(App[None]):
         self._request(self.client.delete(self.state.marked or (self.state.run,), go=False))
 
     def on_deletion_measured(self, message: DeletionMeasured) -> None:
-        runs, width = [deletion.run for deletion in message.deletions], text_width(self.size.width)
+        runs, width = [deletion.run for deletion in message.deletions], self._text_width
 
-        def answered(go: bool | None, *, anyway: bool = False) -> None:
-            if go:
-                self._request(self.client.delete(runs, go=True, anyway=anyway))
+        def delete(*, anyway: bool = False) -> None:
+            self._request(self.client.delete(runs, go=True, anyway=anyway))
 
         if not message.done:
-            self.push_screen(confirm_delete(message.deletions, width), answered)
+            self._confirm(confirm_delete(message.deletions, width), delete)
             return
         gone = [deletion.run for deletion in message.deletions if deletion.deleted]
         self.store.change(marked=tuple(run for run in self.state.marked if run not in gone), detail=False)
@@ -890,7 +881,7 @@ class FlightDeckApp(App[None]):
         left = [deletion for deletion in message.deletions if not deletion.deleted]
         if left:
             runs[:] = [deletion.run for deletion in left]
-            self.push_screen(confirm_incomplete(left, width), lambda go: answered(go, anyway=True))
+            self._confirm(confirm_incomplete(left, width), partial(delete, anyway=True))
         else:
             self.say(f"deleted {plural(len(gone), 'run')}: {freed} freed")
 
@@ -906,38 +897,29 @@ class FlightDeckApp(App[None]):
             self._show_copies(fix.name)
 
     def _ask_key(self, facts: NodeFacts) -> None:
-        width, offer = text_width(self.size.width), facts.host_key
-
-        def answered(go: bool | None) -> None:
-            if go and offer is not None:
-                self._request(self.client.accept_host_key(facts.node, offer))
-
+        width, offer = self._text_width, facts.host_key
         if offer is not None:
-            self.push_screen(UnknownKey(facts.node, offer, width), answered)
+            accept = partial(self.client.accept_host_key, facts.node, offer)
+            self._confirm(UnknownKey(facts.node, offer, width), lambda: self._request(accept()))
         elif facts.changed_key is not None:
             self.push_screen(ChangedKey(facts.node, facts.changed_key, self.client.engine.home, width))
 
     def _ask_fix(self, fix: CheckFix) -> None:
         config = self.state.config
         assert config is not None
-        width = text_width(self.size.width)
+        width = self._text_width
         hosts = {node.name: "this machine" if node.local else node.ssh for node in config.nodes}
         again = "Probe again" if self.state.pane == "nodes" else "Check again"
 
-        def answered(go: bool | None) -> None:
-            if go:
-                commands = [FixCommand(node, line, self._clock()) for node, line in fix.commands.items()]
-                for command in filter(lambda command: api.asks_for_password(command.line), commands):
-                    self._run_in_terminal(config, command)
-                self.push_screen(FixDialog(commands, self.state, width, again), done)
-                self._request(self.client.fix(config, commands))
-
-        def done(answer: str | None) -> None:
-            if answer == "again":
-                self.do_recheck()
+        def run() -> None:
+            commands = [FixCommand(node, line, self._clock()) for node, line in fix.commands.items()]
+            for command in filter(lambda command: api.asks_for_password(command.line), commands):
+                self._run_in_terminal(config, command)
+            self._confirm(FixDialog(commands, self.state, width, again), self.do_recheck)
+            self._request(self.client.fix(config, commands))
 
         asks = any(map(api.asks_for_password, fix.commands.values()))
-        self.push_screen(confirm_fix(fix, hosts, width, asks=asks), answered)
+        self._confirm(confirm_fix(fix, hosts, width, asks=asks), run)
 
     def _run_in_terminal(self, config: Config, command: FixCommand) -> None:
         """A fix with sudo, which asks for its password there."""
@@ -954,16 +936,14 @@ class FlightDeckApp(App[None]):
         config, engine = self.state.config, self.client.engine
         assert config is not None
 
-        def answered(go: bool | None) -> None:
-            if not go:
-                return
+        def run() -> None:
             for node, commands in setup.commands.items():
                 notice = f"giving the Thunderbolt cables of {node} networks of their own"
                 program = partial(engine.nodes.setup_argv, config, node, commands)
                 self._in_terminal("the set-up", node, notice, program, waits=True)
             self.do_recheck()
 
-        self.push_screen(confirm_setup(setup.commands, text_width(self.size.width)), answered)
+        self._confirm(confirm_setup(setup.commands, self._text_width), run)
 
     def do_shell(self) -> None:
         config, node, engine = self.state.config, self.state.node, self.client.engine
@@ -1029,17 +1009,20 @@ class FlightDeckApp(App[None]):
         if len(parts) == 1:
             self._copy(parts[0][1])
         else:
-            self.push_screen(Choices("copy", self.state, text_width(self.size.width), choices), chosen)
+            self.push_screen(Choices("copy", self.state, self._text_width, choices), chosen)
 
     def _copy(self, text: str) -> None:
         """To the clipboard, and to a file; in a browser to its clipboard alone."""
         path = None if self.state.read_only else self._save(text, self.state.pane)
         if path is not None or self.state.read_only:
-            if self.is_web or not copy_to_pasteboard(text):
-                self.copy_to_clipboard(text)
+            self._put_into_clipboard(text)
             first, *more = text.splitlines() or [""]
             rest = f" and {plural(len(more), 'more line')}" if more else ""
             self.say(f"copied {shortened(first, 40)!r}{rest}" + (f", and kept in {path}" if path is not None else ""))
+
+    def _put_into_clipboard(self, text: str) -> None:
+        if self.is_web or not copy_to_pasteboard(text):
+            self.copy_to_clipboard(text)
 
     def do_save(self) -> None:
         path = self._save(self.deck.pane(self.state.pane).text(), self.state.pane)

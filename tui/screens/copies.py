@@ -122,7 +122,7 @@ class ModelCopies(ModalScreen[None]):
             return
         node, label = chosen[0].node, chosen[1].label
 
-        def answered(go: bool | None) -> None:
+        def answered(go: str | None) -> None:
             if go:
                 self._start("a removal", self._remove(label, node))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -28,8 +28,6 @@ from tui.widgets.text import pair
 if TYPE_CHECKING:
     from engine.snapshots import Deletion
 
-Answer = TypeVar("Answer")
-
 WIDTH = 84
 """Cells of a dialog on a wide enough terminal."""
 FRAME = 6
@@ -45,9 +43,12 @@ def button(label: str, id: str, variant: ButtonVariant = "default") -> Button:
     return Button(label, variant, id=id, compact=True)
 
 
-class Dialog(ModalScreen[Answer]):
-    """A modal box; `esc` and `q` leave it without doing anything."""
+class Dialog(ModalScreen[str]):
+    """A modal box, which answers the id of the button that was pressed. `esc`, `q` and the buttons "cancel" and "close"
+    leave it without doing anything."""
 
+    FOCUS: ClassVar = "Button"
+    """The first of these has the focus."""
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "leave", "back", show=False),
         Binding("left,h,up,k", "app.focus_previous", show=False),
@@ -65,13 +66,16 @@ class Dialog(ModalScreen[Answer]):
         with Vertical(id="dialog") as box:
             box.border_title = Content(self._heading)
             with VerticalScroll(id="dialog-body", can_focus=False):
-                yield Static(Content("\n").join(self._lines), id="dialog-text", markup=False)
+                yield from self.compose_body()
             with Horizontal(id="dialog-buttons"):
                 yield from self._buttons
 
+    def compose_body(self) -> ComposeResult:
+        yield Static(Content("\n").join(self._lines), id="dialog-text", markup=False)
+
     def on_mount(self) -> None:
-        if self._buttons:
-            self._buttons[0].focus()
+        for first in self.query(self.FOCUS)[:1]:
+            first.focus()
         self._fit()
 
     def on_resize(self, event: Resize) -> None:
@@ -92,22 +96,22 @@ class Dialog(ModalScreen[Answer]):
         """The body as plain text."""
         return "\n".join(line.plain for line in self._lines)
 
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id if event.button.id not in ("cancel", "close") else None)
+
     def action_leave(self) -> None:
         self.dismiss(None)
 
 
-class Confirm(Dialog[bool]):
-    """Answers True to go on; the focus is on Cancel."""
+class Confirm(Dialog):
+    """Answers "go" to go on; the focus is on Cancel."""
 
     def __init__(self, title: str, lines: Sequence[Content], go: str, *, dangerous: bool = False) -> None:
         variant: ButtonVariant = "error" if dangerous else "success"
         super().__init__(title, lines, button("Cancel", "cancel"), button(go, "go", variant))
 
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(event.button.id == "go")
 
-
-class ConfirmLaunch(Dialog[str]):
+class ConfirmLaunch(Dialog):
     """Answers "go", or "settings" to change them first."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("c", "settings", show=False)]
@@ -117,9 +121,6 @@ class ConfirmLaunch(Dialog[str]):
         self._settings = settings
         change = [button("Change settings (c)", "settings")] * settings
         super().__init__(title, lines, button("Cancel", "cancel"), button("Launch", "go", "success"), *change)
-
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(event.button.id)
 
     def action_settings(self) -> None:
         if self._settings:
@@ -246,8 +247,8 @@ def confirm_incomplete(deletions: Sequence[Deletion], width: int) -> Confirm:
     return Confirm("not all was deleted", [*lines, Content(""), *rows], "Delete it here", dangerous=True)
 
 
-class Welcome(Dialog[str]):
-    """Answers "setup", "demo", "close" or "quit"."""
+class Welcome(Dialog):
+    """Answers "setup", "demo" or "quit"."""
 
     # "d" and "i" are in the key bar below.
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -276,6 +277,3 @@ class Welcome(Dialog[str]):
             button("Look around", "close"),
             button("Quit (q)", "quit"),
         )
-
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(event.button.id)

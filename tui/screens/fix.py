@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.events import Mount
 from textual.widgets import Button, Input
 
 from engine import api
@@ -30,7 +30,7 @@ COMPARE = "ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub"
 
 
 class UnknownKey(Confirm):
-    """Answers True when the person accepts the key."""
+    """Answers "go" when the person accepts the key."""
 
     def __init__(self, node: str, offer: HostKeyOffer, width: int) -> None:
         lines = [
@@ -44,7 +44,7 @@ class UnknownKey(Confirm):
         super().__init__(f"accept the host key of {node}?", lines, "They are the same, accept it")
 
 
-class ChangedKey(Dialog[None]):
+class ChangedKey(Dialog):
     """Shows the change, and how a person who knows its reason removes the old key by hand."""
 
     def __init__(self, node: str, change: HostKeyChange, home: Path, width: int) -> None:
@@ -59,9 +59,6 @@ class ChangedKey(Dialog[None]):
             pair("", "(and without -f, where ssh itself knows the old key); then r probes again and asks", width),
         ]
         super().__init__(f"the host key of {node} has changed", lines, button("Close", "close"))
-
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(None)
 
 
 def compare_command(key: str) -> str:
@@ -131,8 +128,10 @@ def confirm_setup(commands: Mapping[str, Sequence[str]], width: int) -> Confirm:
     return Confirm(f"set up the cables of {', '.join(commands)}?", lines, "Set up", dangerous=True)
 
 
-class SkipCheck(Dialog[str]):
+class SkipCheck(Dialog):
     """Answers the reason, which is not empty."""
+
+    FOCUS = "Input"
 
     def __init__(self, check: CheckResult, width: int) -> None:
         lines = [
@@ -144,22 +143,16 @@ class SkipCheck(Dialog[str]):
         ]
         super().__init__(f"skip {api.check_label(check.name)} at the next launch?", lines, button("Cancel", "cancel"))
 
-    def on_mount(self, event: Mount) -> None:  # type: ignore[override]
-        # The frame's own would give the button the focus.
-        event.prevent_default()
-        self._fit()
-        self.query_one("#dialog-body").mount(Input(placeholder="a reason; enter skips it", compact=True))
-        self.query_one(Input).focus()
+    def compose_body(self) -> ComposeResult:
+        yield from super().compose_body()
+        yield Input(placeholder="a reason; enter skips it", compact=True)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         if reason := event.value.strip():
             self.dismiss(reason)
 
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(None)
 
-
-class FixDialog(Dialog[str]):
+class FixDialog(Dialog):
     """Answers "again" to check again. Leaving it while something runs does not end that."""
 
     def __init__(self, commands: Sequence[FixCommand], state: DeckState, width: int, again: str) -> None:
@@ -181,9 +174,6 @@ class FixDialog(Dialog[str]):
             self.query_one("#close", Button).label = "Close"
             self._again.disabled = False
             self._again.focus()
-
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(event.button.id)
 
     def _output_lines(self, state: DeckState) -> list[Content]:
         lines: list[Content] = []

@@ -4,16 +4,15 @@ most, with what the plan says to them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal
 from textual.content import Content
-from textual.events import Mount
-from textual.widgets import Button, Input, Static
+from textual.widgets import Input, Static
 
 from engine import api
 from engine.errors import ConfigError
@@ -58,9 +57,10 @@ def starts(snapshot: RunSnapshot, running: RunRecord | None) -> list[DialogChoic
     ]
 
 
-class SettingsForm(Dialog[Mapping[str, Any]]):
-    """Answers the settings that were changed, by key; the first field has the focus."""
+class SettingsForm(Dialog):
+    """Answers "go"; the settings that were changed are in `changes` then."""
 
+    FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "app.focus_previous", show=False),
         Binding("down", "app.focus_next", show=False),
@@ -75,26 +75,17 @@ class SettingsForm(Dialog[Mapping[str, Any]]):
         self._ask = ask
         self._effect = effect
         self._texts = {key: _text(value) for key, value in api.edited_settings(config).items()}
-        self._changes: dict[str, Any] = {}
+        self.changes: dict[str, Any] = {}
 
-    def compose(self) -> ComposeResult:
-        with Vertical(id="dialog") as box:
-            box.border_title = Content(self._heading)
-            with VerticalScroll(id="dialog-body", can_focus=False):
-                for key, text in self._texts.items():
-                    with Horizontal(classes="setting"):
-                        yield Static(f"{key:<{_LABEL}}", markup=False)
-                        yield Input(text, name=key, compact=True)
-                        yield Static(classes="note", markup=False)
-                yield Static(id="dialog-text", markup=False)
-            with Horizontal(id="dialog-buttons"):
-                yield from self._buttons
+    def compose_body(self) -> ComposeResult:
+        for key, text in self._texts.items():
+            with Horizontal(classes="setting"):
+                yield Static(f"{key:<{_LABEL}}", markup=False)
+                yield Input(text, name=key, compact=True)
+                yield Static(classes="note", markup=False)
+        yield from super().compose_body()
 
-    def on_mount(self, event: Mount) -> None:  # type: ignore[override]
-        # The frame's own would give the first button the focus.
-        event.prevent_default()
-        self._fit()
-        self.query(Input).first().focus()
+    def on_mount(self) -> None:
         self._answer()
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -104,13 +95,10 @@ class SettingsForm(Dialog[Mapping[str, Any]]):
         if not self._go.disabled:
             self._go.focus()
 
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(self._changes if event.button.id == "go" else None)
-
     def _answer(self) -> None:
         """Check what is in the fields, and ask for the plan of it."""
         fields = {field.name or "": field for field in self.query(Input)}
-        self._changes = {
+        self.changes = {
             key: api.parse_value(field.value)
             for key, field in fields.items()
             if field.value.strip() != self._texts[key]
@@ -118,13 +106,13 @@ class SettingsForm(Dialog[Mapping[str, Any]]):
         faults: dict[str, str] = {}
         changed = self._config
         try:
-            changed = api.with_settings(self._config, self._changes, "settings") if self._changes else self._config
+            changed = api.with_settings(self._config, self.changes, "settings") if self.changes else self._config
         except ConfigError as error:
             faults = {fault.key.removeprefix("job."): fault.accepted for fault in error.faults}
         room = max(10, self._width - _LABEL - _FIELD - 2)
         for key, field in fields.items():
             fault = faults.get(key) or faults.get(key.partition(".")[0])
-            note = f"was {self._texts[key]}" if key in self._changes else ""
+            note = f"was {self._texts[key]}" if key in self.changes else ""
             text = Content.styled(shortened(fault, room), "$error") if fault else Content.styled(note, MUTED)
             field.parent.query_one(".note", Static).update(text)  # type: ignore[union-attr]
         self._go.disabled = bool(faults)

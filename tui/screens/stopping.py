@@ -28,7 +28,7 @@ STAGES: Final = (
 )
 
 
-class Stopping(Dialog[str]):
+class Stopping(Dialog):
     """Shows the run's StopProgress; leaving it does not stop the abort. Answers "quit" to `q` after the run's end."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", show=False)]
@@ -51,11 +51,10 @@ class Stopping(Dialog[str]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         if event.button is self._end_now:
+            event.prevent_default()
             self._now()
             self._end_now.disabled = True
             self._close.focus()
-        else:
-            self.dismiss(None)
 
     def action_quit(self) -> None:
         """The key bar below offers it; while the abort goes on `q` only closes the dialog."""

@@ -36,7 +36,7 @@ class DialogChoice:
 Read = Callable[[], Awaitable[Sequence[DialogChoice] | None]]
 
 
-class Choices(Dialog[str]):
+class Choices(Dialog):
     """Answers the key of what was chosen. It may be opened before the choices are known."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

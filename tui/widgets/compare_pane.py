@@ -18,17 +18,19 @@ from tui.glyphs import MUTED, RANK_STYLES, STATES
 from tui.state import DeckState
 from tui.widgets.chart import Chart
 from tui.widgets.pane import Pane
-from tui.widgets.text import Column, Text, lay_out
+from tui.widgets.text import GAP, Column, Text, lay_out
 
 if TYPE_CHECKING:
     from engine.api import Comparison, RunSeries, SeriesChart
 
 _VALIDATION: Final = "validation loss"
 """A metric of its own: with several runs each has one curve."""
-_MOST_COLUMNS: Final = 3000
-"""All curves of a chart together have no more: of twenty each is drawn in the width of cells, and not of their dots."""
-_CELL: Final = 28
-"""Characters of a value in the table at most."""
+_MOST_COLUMNS: Final = 2000
+"""All curves of a chart together have no more: of twenty each has the points of a hundred columns."""
+_CELL: Final = range(9, 29)
+"""Characters of a value in the table at most: as many as all runs have room for."""
+_BESIDE: Final = 46
+"""Cells of the table beside its values."""
 
 
 class JointSeries:
@@ -172,7 +174,8 @@ class ComparePane(Pane):
         for speed in comparison.speeds:
             lines += [Content(""), Content(speed.summary + ":" * bool(speed.reasons))]
             lines += [Content(f"  {reason}") for reason in speed.reasons]
-        rows = comparison_rows(comparison, _CELL)
+        room = (width - _BESIDE) // len(comparison.runs) - GAP
+        rows = comparison_rows(comparison, max(_CELL[0], min(_CELL[-1], room)))
         if not rows:
             same = "settings, data, hardware and results are the same: esc goes back to mark other runs"
             return [*lines, Content(""), Content.styled(same, MUTED)]
