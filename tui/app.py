@@ -30,22 +30,14 @@ from textual.events import Event, InputEvent
 from textual.worker import Worker
 
 from engine import api
-from engine.errors import ConfigError, plural
+from engine.errors import ConfigError, InputsChanged, plural
 from tui.actions import ACTIONS, Action
 from tui.chart_files import COLUMNS, NO_PNG, png_possible, write_chart
 from tui.encoding import prepare
 from tui.engine_client import (
     BATCH_S,
-    AbortProgressed,
-    DeletionMeasured,
     EngineClient,
-    FixFinished,
-    FixProgressed,
-    InputsDiffer,
     Notice,
-    RunDescribed,
-    RunLaunched,
-    RunsCompared,
     TelemetryReceived,
 )
 from tui.fixes import CableSetup, CheckFix, CopyFix, FixCommand, HostKeyFix, fix_for
@@ -297,7 +289,7 @@ class FlightDeckApp(App[None]):
             self._ask_config(message, message.config)
         if self._start is not None:
             self._first_shown = True
-            self._request(self.client.launch(self._start))
+            self._open_started(self.client.launch(self._start))
         elif self._setup:
             self._first_shown = True
             self.do_setup()
@@ -441,29 +433,10 @@ class FlightDeckApp(App[None]):
     def on_notice(self, message: Notice) -> None:
         self.say(message.text, severity=message.severity)
 
-    def on_run_launched(self, message: RunLaunched) -> None:
-        self.open_run(message.run)
-
-    def on_abort_progressed(self, message: AbortProgressed) -> None:
-        self.poller.poll_now()
-
     def on_telemetry_received(self, message: TelemetryReceived) -> None:
         self._telemetry = message.newest
         if not self.state.frozen:
             self.store.change(telemetry=message.newest)
-
-    def on_fix_progressed(self, message: FixProgressed) -> None:
-        self._show_dialog()
-
-    def on_fix_finished(self, message: FixFinished) -> None:
-        """The output is saved; where the dialog was closed, the outcome is a notice."""
-        parts = [f"on {c.node}: {c.line}\n{c.outcome}\n" + "\n".join(c.output) for c in message.commands]
-        path = self._save("\n\n".join(parts), "fix")
-        if not isinstance(self.screen, FixDialog):
-            outcomes = "; ".join(f"{command.node}: {command.outcome}" for command in message.commands)
-            kept = f" (output in {path})" if path is not None else ""
-            succeeded = all(command.succeeded for command in message.commands)
-            self.say(f"fix: {outcomes}{kept}", severity="information" if succeeded else "error")
 
     # The shown run
 
@@ -552,6 +525,15 @@ class FlightDeckApp(App[None]):
     def _request(self, work: Coroutine[Any, Any, object]) -> None:
         self.run_worker(work, group="requests", exit_on_error=True)
 
+    def _open_started(self, work: Coroutine[Any, Any, str | None]) -> None:
+        """Show the run that a request has started."""
+
+        async def start() -> None:
+            if (run := await work) is not None:
+                self.open_run(run)
+
+        self._request(start())
+
     def do_launch(self) -> None:
         config = self.state.config
         assert config is not None
@@ -601,7 +583,7 @@ class FlightDeckApp(App[None]):
         if changes:
             # Read again, the file must not have the former values put over it.
             self.poller.overrides = api.with_settings(config, changes, "settings").overrides
-        self._request(self.client.launch_with(config, changes) if changes else self.client.launch(config))
+        self._open_started(self.client.launch_with(config, changes) if changes else self.client.launch(config))
 
     def _ask_settings(self, config: Config) -> None:
         effect = f"changes are written into {config.file}" if config.file else "changes are of this launch alone"
@@ -620,9 +602,9 @@ class FlightDeckApp(App[None]):
 
         def chosen(key: str | None) -> None:
             if key == "r":
-                self._request(self.client.resume(run))
+                self._open_started(self.client.resume(run))
             elif key == "s":
-                self._request(self.client.repeat(run, {}))
+                self._open_started(self._repeat(run, {}))
             elif key == "c":
                 self._request(self._ask_changes(run))
 
@@ -635,15 +617,18 @@ class FlightDeckApp(App[None]):
         effect = f"a new run with the configuration of {run}; its file stays as it is"
         title = f"run {run} again with these settings?"
         form = SettingsForm(title, config, self._text_width, self.client.plan_of, effect)
-        self._confirm(form, lambda: self._request(self.client.repeat(run, form.changes)))
+        self._confirm(form, lambda: self._open_started(self._repeat(run, form.changes)))
 
-    def on_inputs_differ(self, message: InputsDiffer) -> None:
-        width = self._text_width
-        lines = [pair("changed", text, width, style="$warning") for text in message.changed.split("; ")]
+    async def _repeat(self, run: str, settings: Mapping[str, Any], *, accept_changed: bool = False) -> str | None:
+        """Where its data or versions have changed, a person is asked."""
+        started, width = await self.client.repeat(run, settings, accept_changed=accept_changed), self._text_width
+        if not isinstance(started, InputsChanged):
+            return started
+        lines = [pair("changed", text, width, style="$warning") for text in started.why.split("; ")]
         lines.append(pair("effect", "a new run with what there is now: its losses cannot be compared exactly", width))
-        dialog = Confirm(f"{message.run} cannot be repeated as it was", lines, "Go on all the same")
-        repeat = partial(self.client.repeat, message.run, message.settings, accept_changed=True)
-        self._confirm(dialog, lambda: self._request(repeat()))
+        dialog = Confirm(f"{run} cannot be repeated as it was", lines, "Go on all the same")
+        self._confirm(dialog, lambda: self._open_started(self._repeat(run, settings, accept_changed=True)))
+        return None
 
     def do_edit(self) -> None:
         assert self.state.config is not None and self.state.config.file is not None
@@ -752,7 +737,13 @@ class FlightDeckApp(App[None]):
         self._calibrating = self.run_worker(self.client.measure_scaling(), group="calibration")
 
     def do_demo(self) -> None:
-        self._request(self.client.demo())
+        self._request(self._demo())
+
+    async def _demo(self) -> None:
+        if (run := await self.client.demo()) is not None:
+            self.open_run(run)
+        if self.state.config is not None:
+            await self.client.probe()
 
     def do_chat(self) -> None:
         assert self.state.snapshot is not None
@@ -799,7 +790,7 @@ class FlightDeckApp(App[None]):
 
     def _ask_task(self, use: RunUse, request: TaskRequest, command: str) -> None:
         dialog = confirm_task(request.kind, use, command, self._text_width)
-        self._confirm(dialog, lambda: self._request(self.client.start_task(use.run, request)))
+        self._confirm(dialog, lambda: self._open_started(self.client.start_task(use.run, request)))
 
     def _publish(self, use: RunUse, target: str | None) -> None:
         """On the Hub only by command: it needs a name there."""
@@ -838,20 +829,22 @@ class FlightDeckApp(App[None]):
             self.deck.go("history")
         self.store.change(detail=True)
         assert self.state.run is not None
-        self._request(self.client.describe(self.state.run))
+        self._request(self._describe(self.state.run))
 
     def on_history_pane_asked(self, message: HistoryPane.Asked) -> None:
-        self._request(self.client.describe(message.run))
+        self._request(self._describe(message.run))
 
-    def on_run_described(self, message: RunDescribed) -> None:
-        self.deck.history.describe(message.snapshot, message.series)
+    async def _describe(self, run: str) -> None:
+        if (read := await self.client.describe(run)) is not None:
+            self.deck.history.describe(*read)
 
     def do_compare(self) -> None:
-        self._request(self.client.compare(self.state.marked))
+        self._request(self._compare(self.state.marked))
 
-    def on_runs_compared(self, message: RunsCompared) -> None:
-        self.deck.query_one(ComparePane).open(message.comparison, message.series)
-        self.deck.go("compare")
+    async def _compare(self, runs: Sequence[str]) -> None:
+        if (read := await self.client.compare(runs)) is not None:
+            self.deck.query_one(ComparePane).open(*read)
+            self.deck.go("compare")
 
     def on_history_pane_annotated(self, message: HistoryPane.Annotated) -> None:
         run = self.state.listed.by_id.get(message.run)
@@ -860,29 +853,29 @@ class FlightDeckApp(App[None]):
             self._request(self.client.annotate(run, tags=tags, note=note))
 
     def do_delete_run(self) -> None:
-        """Ask what it frees first; the answer comes as DeletionMeasured."""
         assert self.state.run is not None
-        self._request(self.client.delete(self.state.marked or (self.state.run,), go=False))
+        self._request(self._ask_deletion(self.state.marked or (self.state.run,)))
 
-    def on_deletion_measured(self, message: DeletionMeasured) -> None:
-        runs, width = [deletion.run for deletion in message.deletions], self._text_width
+    async def _ask_deletion(self, runs: Sequence[str]) -> None:
+        """Say what it frees first."""
+        if deletions := await self.client.delete(runs, go=False):
+            measured = [deletion.run for deletion in deletions]
+            dialog = confirm_delete(deletions, self._text_width)
+            self._confirm(dialog, lambda: self._request(self._delete(measured)))
 
-        def delete(*, anyway: bool = False) -> None:
-            self._request(self.client.delete(runs, go=True, anyway=anyway))
-
-        if not message.done:
-            self._confirm(confirm_delete(message.deletions, width), delete)
-            return
-        gone = [deletion.run for deletion in message.deletions if deletion.deleted]
+    async def _delete(self, runs: Sequence[str], *, anyway: bool = False) -> None:
+        deletions = await self.client.delete(runs, go=True, anyway=anyway)
+        gone = [deletion.run for deletion in deletions if deletion.deleted]
         self.store.change(marked=tuple(run for run in self.state.marked if run not in gone), detail=False)
         if self._shown in gone:
             self.close_run()
-        freed = size(sum(deletion.freed for deletion in message.deletions))
-        left = [deletion for deletion in message.deletions if not deletion.deleted]
+        left = [deletion for deletion in deletions if not deletion.deleted]
         if left:
-            runs[:] = [deletion.run for deletion in left]
-            self._confirm(confirm_incomplete(left, width), partial(delete, anyway=True))
-        else:
+            kept = [deletion.run for deletion in left]
+            dialog = confirm_incomplete(left, self._text_width)
+            self._confirm(dialog, lambda: self._request(self._delete(kept, anyway=True)))
+        elif gone:
+            freed = size(sum(deletion.freed for deletion in deletions))
             self.say(f"deleted {plural(len(gone), 'run')}: {freed} freed")
 
     def do_fix(self) -> None:
@@ -916,10 +909,22 @@ class FlightDeckApp(App[None]):
             for command in filter(lambda command: api.asks_for_password(command.line), commands):
                 self._run_in_terminal(config, command)
             self._confirm(FixDialog(commands, self.state, width, again), self.do_recheck)
-            self._request(self.client.fix(config, commands))
+            self._request(self._fix(config, commands))
 
         asks = any(map(api.asks_for_password, fix.commands.values()))
         self._confirm(confirm_fix(fix, hosts, width, asks=asks), run)
+
+    async def _fix(self, config: Config, commands: Sequence[FixCommand]) -> None:
+        """The output is saved; where the dialog was closed, the outcome is a notice."""
+        await self.client.fix(config, commands)
+        self._show_dialog()
+        parts = [f"on {c.node}: {c.line}\n{c.outcome}\n" + "\n".join(c.output) for c in commands]
+        path = self._save("\n\n".join(parts), "fix")
+        if not isinstance(self.screen, FixDialog):
+            outcomes = "; ".join(f"{command.node}: {command.outcome}" for command in commands)
+            kept = f" (output in {path})" if path is not None else ""
+            succeeded = all(command.succeeded for command in commands)
+            self.say(f"fix: {outcomes}{kept}", severity="information" if succeeded else "error")
 
     def _run_in_terminal(self, config: Config, command: FixCommand) -> None:
         """A fix with sudo, which asks for its password there."""

@@ -198,15 +198,6 @@ class Notice(Message):
 
 
 @dataclass
-class RunLaunched(Message):
-    run: str
-
-
-class AbortProgressed(Message):
-    """The aborted run's snapshot is worth reading now."""
-
-
-@dataclass
 class TelemetryReceived(Message):
     """The newest telemetry of each node; a newer message replaces a waiting one."""
 
@@ -216,47 +207,8 @@ class TelemetryReceived(Message):
         return isinstance(message, TelemetryReceived)
 
 
-@dataclass
-class InputsDiffer(Message):
-    """A run's data or versions are others now: what differs, as text."""
-
-    run: str
-    settings: Mapping[str, Any]
-    changed: str
-
-
-@dataclass
-class RunDescribed(Message):
-    snapshot: RunSnapshot
-    series: RunSeries
-
-
-@dataclass
-class RunsCompared(Message):
-    comparison: Comparison
-    series: Mapping[str, RunSeries]
-    """By the runs' ids."""
-
-
-@dataclass
-class DeletionMeasured(Message):
-    """The space that the deletion of runs would free, or has freed."""
-
-    deletions: Sequence[Deletion]
-    done: bool
-
-
-class FixProgressed(Message):
-    """A fix command has ended."""
-
-
-@dataclass
-class FixFinished(Message):
-    commands: Sequence[FixCommand]
-
-
 class EngineClient:
-    """Each request is a coroutine of the app's loop."""
+    """Each request is a coroutine of the app's loop. What was refused is said, and its answer is None."""
 
     def __init__(
         self,
@@ -451,7 +403,8 @@ class EngineClient:
             self._notify("scaling: stopped")
             raise
 
-    async def launch(self, config: Config) -> None:
+    async def launch(self, config: Config) -> str | None:
+        """The new run's id."""
         self._store.change(busy="launching", fault=None)
         try:
             skips = self._store.state.skips
@@ -459,10 +412,11 @@ class EngineClient:
         except ENGINE_ERRORS as error:
             self._store.change(fault=str(error))
             self._notify(str(error), "error")
+            return None
         else:
             # The supervisor's own preflight counts now, not an earlier one.
             self._store.change(checks=(), checks_at=None, skips={})
-            self._post(RunLaunched(record.id))
+            return record.id
         finally:
             self._store.change(busy=None)
 
@@ -493,7 +447,7 @@ class EngineClient:
         with self._request("abort"):
             async with aclosing(self._loop.each(lambda: self.engine.runs.abort(run, now=now))) as stages:
                 async for _ in stages:
-                    self._post(AbortProgressed())
+                    pass
 
     async def fetch(self, run: str, wanted: str = "trained") -> Path | None:
         """Copy what a run has left to a folder here, with the progress in the header: the folder, None where that has
@@ -529,20 +483,23 @@ class EngineClient:
             return RunUse(snapshot, node, why, tuple(fused))
         return None
 
-    async def describe(self, run: str) -> None:
+    async def describe(self, run: str) -> tuple[RunSnapshot, RunSeries] | None:
         runs = self.engine.runs
         with self._request("describe"):
-            self._post(RunDescribed(*await asyncio.to_thread(lambda: (runs.watch(run).poll(), runs.series(run)))))
+            return await asyncio.to_thread(lambda: (runs.watch(run).poll(), runs.series(run)))
+        return None
 
-    async def compare(self, runs: Sequence[str]) -> None:
+    async def compare(self, runs: Sequence[str]) -> tuple[Comparison, Mapping[str, RunSeries]] | None:
+        """With the runs' series by their ids."""
         self._store.change(busy="comparing")
 
-        def read() -> RunsCompared:
+        def read() -> tuple[Comparison, Mapping[str, RunSeries]]:
             comparison = self.engine.comparisons.compare(runs)
-            return RunsCompared(comparison, {run.id: self.engine.runs.series(run.id) for run in comparison.runs})
+            return comparison, {run.id: self.engine.runs.series(run.id) for run in comparison.runs}
 
         with self._request("compare", busy=None):
-            self._post(await asyncio.to_thread(read))
+            return await asyncio.to_thread(read)
+        return None
 
     async def annotate(self, run: RunRecord, *, tags: Sequence[str] | None = None, note: str | None = None) -> None:
         """Replace the tags or the note of a run."""
@@ -551,33 +508,33 @@ class EngineClient:
             await asyncio.to_thread(self.engine.runs.annotate, run.id, add=tags or (), remove=gone, note=note)
             await self._read_runs()
 
-    async def delete(self, runs: Sequence[str], *, go: bool, anyway: bool = False) -> None:
-        """Delete the runs, or without `go` ask what that frees; one after the other."""
+    async def delete(self, runs: Sequence[str], *, go: bool, anyway: bool = False) -> list[Deletion]:
+        """Delete the runs, or without `go` ask what that frees; one after the other, up to one that is refused."""
         self._store.change(busy="deleting" if go else "asking the nodes")
         deletions: list[Deletion] = []
         with self._request("delete", busy=None):
             for run in runs:
                 deletions.append(await self._loop.call(partial(self.engine.runs.delete, run, go=go, anyway=anyway)))
-        if deletions:
-            self._post(DeletionMeasured(deletions, go))
         if go:
             await self._read_runs()
+        return deletions
 
     async def _read_runs(self) -> None:
         self._post(RunsRead(tuple(await asyncio.to_thread(self.engine.runs.all))))
 
-    async def start_task(self, run: str, request: TaskRequest) -> None:
-        """Start a task on the run's result, which is the shown run then."""
+    async def start_task(self, run: str, request: TaskRequest) -> str | None:
+        """The id of a task on the run's result."""
         self._store.change(busy=f"starting {request.kind}")
         with self._request(request.kind, busy=None):
-            record = await self._loop.call(lambda: self.engine.tasks.start(run, request))
-            self._post(RunLaunched(record.id))
+            return (await self._loop.call(lambda: self.engine.tasks.start(run, request))).id
+        return None
 
-    async def resume(self, run: str) -> None:
+    async def resume(self, run: str) -> str | None:
+        """The run's id again."""
         self._store.change(busy="resuming")
         with self._request("resume", busy=None):
-            await self._loop.call(lambda: self.engine.launches.resume(run))
-            self._post(RunLaunched(run))
+            return (await self._loop.call(lambda: self.engine.launches.resume(run))).id
+        return None
 
     async def open_run(self, run: str) -> tuple[RunDir, RunSeries] | None:
         """Its directory and series; None where there are none, which is said."""
@@ -598,19 +555,20 @@ class EngineClient:
             return await asyncio.to_thread(lambda: self.engine.runs.watch(run).poll())
         return None
 
-    async def repeat(self, run: str, settings: Mapping[str, Any], *, accept_changed: bool = False) -> None:
-        """Start a run anew; where its data or versions have changed, a person is asked."""
+    async def repeat(
+        self, run: str, settings: Mapping[str, Any], *, accept_changed: bool = False
+    ) -> str | InputsChanged | None:
+        """Start a run anew: the new one's id, or what has changed of its data or versions."""
         self._store.change(busy="starting it again")
         with self._request("run again", busy=None):
             try:
                 repeat = partial(self.engine.launches.repeat, run, settings, accept_changed=accept_changed)
-                record = await self._loop.call(repeat)
+                return (await self._loop.call(repeat)).id
             except InputsChanged as changed:
-                self._post(InputsDiffer(run, settings, changed.why))
-            else:
-                self._post(RunLaunched(record.id))
+                return changed
+        return None
 
-    async def launch_with(self, config: Config, changes: Mapping[str, Any]) -> None:
+    async def launch_with(self, config: Config, changes: Mapping[str, Any]) -> str | None:
         """Write the settings into the configuration's file, if it has one, and launch what that says then, unless
         others have changed it since it was shown."""
         with self._request("settings"):
@@ -621,7 +579,8 @@ class EngineClient:
                 if others := api.changed_keys(shown, wanted) or ["what it runs"] * (wanted.digest != config.digest):
                     why = f"the file has changed meanwhile: {', '.join(others)}"
                     raise InputError("nothing was launched", why=why, todo="look at the plan, and launch it again")
-            await self.launch(wanted)
+            return await self.launch(wanted)
+        return None
 
     async def plan_of(self, config: Config) -> TrainingPlan | str:
         """The plan of a configuration, or why there is none; the nodes are probed where their facts are not known."""
@@ -657,17 +616,16 @@ class EngineClient:
     def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[str, None]:
         return self._loop.each(lambda: self.engine.chats.reply(server, messages, model=model), every_s=REPLY_S)
 
-    async def demo(self) -> None:
-        """Make the demo's model where it is missing (seconds), then launch it."""
+    async def demo(self) -> str | None:
+        """Make the demo's model where it is missing (seconds), then launch it: the run's id."""
         self._store.change(busy="making the demo's model")
         try:
             config = await asyncio.to_thread(self.engine.demo_config)
         except ENGINE_ERRORS as error:
             self._store.change(fault=str(error), busy=None)
-            return
+            return None
         self._store.change(config=config, fault=None)
-        await self.launch(config)
-        await self.probe()
+        return await self.launch(config)
 
     async def accept_host_key(self, node: str, offer: HostKeyOffer) -> None:
         """Accept the key that a person has compared, and probe again."""
@@ -684,7 +642,6 @@ class EngineClient:
     async def fix(self, config: Config, commands: Sequence[FixCommand]) -> None:
         """Run each command on its node, all at once; output and exit code are put into it."""
         await asyncio.gather(*(self._run_fix(config, command) for command in commands if not command.ended))
-        self._post(FixFinished(commands))
 
     async def _run_fix(self, config: Config, command: FixCommand) -> None:
         try:
@@ -700,7 +657,6 @@ class EngineClient:
             if done.code is None:
                 command.problem = "ended by its time limit"
         command.ended = True
-        self._post(FixProgressed())
 
 
 async def _connect(

@@ -152,10 +152,6 @@ class RunPoller:
         self._paused = False
         self._wake.set()
 
-    def poll_now(self) -> None:
-        """Poll now instead of at the next turn."""
-        self._wake.set()
-
     @property
     def caught_up(self) -> bool:
         """The followed run has been read at least once."""
