@@ -646,9 +646,11 @@ class FlightDeckApp(App[None]):
         self._request(self._show_configuration(self.state.config.file, self.size.width))
 
     async def _show_configuration(self, file: Path, width: int) -> None:
+        chosen = self.state.plan.chosen if self.state.plan is not None else {}
+
         def read() -> tuple[str, list[Row]]:
             try:
-                return file.name, value_rows(api.effective(file, self.poller.overrides), width)
+                return file.name, value_rows(api.effective(file, self.poller.overrides, chosen=chosen), width)
             except ConfigError as error:
                 return f"{file.name} is refused", fault_rows(api.placed(error), width)
 

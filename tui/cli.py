@@ -286,6 +286,7 @@ def _cluster(commands: Commands) -> None:
     )
     _config(config)
     config.add_argument("--all", action="store_true", help="also what other tables have by default")
+    config.add_argument("--plan", action="store_true", help='ask the nodes, and show what the plan chooses for "auto"')
     config.add_argument("--schema", action="store_true", help="print the JSON Schema of flightdeck.toml instead")
     _planning(commands)
     preflight = _command(

@@ -25,6 +25,7 @@ from engine.security.redact import REDACTED, is_public
 from engine.security.sanitise import sanitise_text
 
 DEFAULT: Final = "default"
+PLAN: Final = "the plan"
 _MOST_FILES: Final = 50
 _SHOWN: Final = 200
 """Characters of a line of a file."""
@@ -46,7 +47,7 @@ class ConfigValue:
     value: Any
     """Without secrets."""
     source: str
-    """"flightdeck.toml:12", "lora.yaml:3", "--set", "default"."""
+    """"flightdeck.toml:12", "lora.yaml:3", "--set", "default"; "the plan" of what is its to choose."""
     place: tuple[Path, int | None] | None = None
     """The file, and its line, from 1."""
 
@@ -89,14 +90,18 @@ class FoundConfiguration:
         return f"{self.config.job.name} on {plural(len(self.config.nodes), 'node')}" if self.config is not None else ""
 
 
-def effective(file: Path, overrides: Mapping[str, Any] = {}, *, every: bool = False) -> list[ConfigValue]:
-    """The values of a file with `overrides` that are set, and all of the job's; with `every` all others, too. Raises
-    ConfigError."""
+def effective(
+    file: Path, overrides: Mapping[str, Any] = {}, *, every: bool = False, chosen: Mapping[str, Any] = {}
+) -> list[ConfigValue]:
+    """The values of a file with `overrides` that are set, and all of the job's; with `every` all others, too. `chosen`:
+    values that a plan gives keys for which the file says "auto" or nothing. Raises ConfigError."""
     config = load_config(file, overrides)
     sources, redact = _Sources(config, file), config.job.redactor()
     values = []
     for path, name, value in _values(config):
         source, place = sources.of(path)
+        if value in (None, AUTO) and chosen.get(name) is not None:
+            value, source = chosen[name], PLAN
         if not every and (value is None or (source == DEFAULT and path[0] != "job")):
             continue
         public = path[:2] != ("job", "env") or is_public(str(path[-1]))

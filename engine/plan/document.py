@@ -563,6 +563,13 @@ class TrainingPlan(FrozenModel):
         """As it stands, by this release."""
         return self.strategy.launchable and not self.refused
 
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The values that it gives to keys, as --set names them, for which a configuration says "auto" or nothing."""
+        settings = {} if isinstance(self.settings, Disabled) else self.settings.model_dump()
+        strategy = {"layer_split": self.strategy.layer_split, "cluster.backend": self.rdma_config.backend}
+        return {**settings, **strategy}
+
     def document(self, form: Literal["v1", "v2"] = "v2") -> dict[str, Any]:
         """JSON values; "v1" has only the first seven sections and no version."""
         whole: dict[str, Any] = self.model_dump(mode="json", by_alias=True)

@@ -72,6 +72,16 @@ def test_each_value_has_its_source(path: Path) -> None:
     assert every["recovery.max_restarts"].source == "default" and every["node.ultra.share"].text == "none"
 
 
+def test_what_a_plan_chooses_is_the_plans(path: Path) -> None:
+    chosen = {"optimizer_precision": "kahan", "moments": "8bit", "cluster.backend": "ring", "layer_split": None}
+    path.write_text('[[node]]\n[job]\nmodel = "m"\ndata = "d"\nmoments = "float32"\noptimizer_precision = "auto"\n')
+    values = {value.key: (value.value, value.source) for value in effective(path, chosen=chosen)}
+    assert values["optimizer_precision"] == ("kahan", "the plan")
+    assert values["moments"] == ("float32", "flightdeck.toml:5")
+    assert values["cluster.backend"] == ("ring", "the plan")
+    assert "layer_split" not in values and values["grad_checkpoint"] == ("auto", "default")
+
+
 def test_what_mlx_lms_hf_dataset_stands_for_is_of_its_line(path: Path) -> None:
     hub = 'hf_dataset = {path = "org/set", config = {name = "main", revision = "v1"}, prompt_feature = "q"}'
     path.write_text(f'[[node]]\n[job]\nmodel = "m"\ndata = "unused"\ntext_feature = "unused"\n{hub}\n')
