@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.cluster.transport.base import Completed
     from engine.config.draft import (
         SCHEMA,
+        USUAL_ITERS,
         DraftJob,
         DraftNode,
         already_there,
@@ -87,7 +88,9 @@ _NAMES: Final = {
     "engine.cluster.probe_results": "NodeCopies NodeCopy",
     "engine.cluster.environments": "EnvironmentPlan EnvironmentProgress NodePythons",
     "engine.cluster.transport.base": "Completed",
-    "engine.config.draft": "SCHEMA DraftJob DraftNode already_there draft find_job is_beside usual_batch write_draft",
+    "engine.config.draft": (
+        "SCHEMA USUAL_ITERS DraftJob DraftNode already_there draft find_job is_beside usual_batch write_draft"
+    ),
     "engine.config.edit": "changed_keys edited_settings with_settings",
     "engine.config.models": "Config",
     "engine.config.overrides": "parse_settings parse_value",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import tomllib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -42,7 +42,7 @@ ssh-keygen -t ed25519 -f ~/.ssh/id_ed25519 && exec ssh-copy-id "$@"
 """
 _ROWS: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _MOST_DATA: Final = 20
-_JOB_KEYS: Final = ("model", "data", "fine_tune_type", "batch_size", "iters")
+_JOB_KEYS: Final = ("model", "data", "fine_tune_type", "batch_size", "batch_tokens", "iters", "epochs")
 
 
 class SetupChoices(FrozenModel):
@@ -60,7 +60,15 @@ class SetupChoices(FrozenModel):
     data: str | None = None
     fine_tune_type: FineTuneType | None = None
     batch_size: int | None = Field(default=None, ge=1)
+    batch_tokens: int | None = Field(default=None, ge=1)
+    """In place of batch_size, as the file has it; epochs are in place of iters."""
     iters: int | None = Field(default=None, ge=1)
+    epochs: float | None = Field(default=None, gt=0)
+    processes: dict[str, int] = Field(default_factory=dict)
+    """Host → the ranks that the file has there, where they are several."""
+
+    def ranks(self, hosts: Iterable[str]) -> int:
+        return sum(self.processes.get(host, 1) for host in hosts)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -106,7 +114,13 @@ class SetupApi:
             job = document.get("job") or find_yaml(target.absolute().parent)[1]
             program = {"own_program": "command" in job or "script" in job}
             keys = {key: job[key] for key in _JOB_KEYS if key in job}
-            return SetupChoices.model_validate({"typed": nodes, "chosen": nodes or None, **program, **keys})
+            several = {
+                host: node["processes"]
+                for host, node in zip(nodes, document.get("node", ()), strict=True)
+                if "processes" in node
+            }
+            file = {"typed": nodes, "chosen": nodes or None, "processes": several}
+            return SetupChoices.model_validate({**file, **program, **keys})
         return SetupChoices()
 
     def keep(self, target: Path, choices: SetupChoices) -> None:

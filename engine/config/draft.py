@@ -3,6 +3,7 @@ a comment wherever the user has to decide; and sets keys of [job] in one that th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import secrets
@@ -187,7 +188,7 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
         elif not in_yaml:
             lines.append(_set(key, guess, f"{UNSURE[1]}: {what}"))
     if job.config is None:
-        settings = {"fine_tune_type": "lora", "batch_size": usual_batch(ranks), "iters": 1000} | settings
+        settings = {"fine_tune_type": "lora", "batch_size": usual_batch(ranks), "iters": USUAL_ITERS} | settings
     lines += [_set(key, value, _COMMENTS.get(key, "")) for key, value in settings.items()]
     if job.env:
         lines.append(_set("env", dict(job.env)))
@@ -196,6 +197,9 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
         '# command = ["python", "my_script.py"]',
     ]
     return lines
+
+
+USUAL_ITERS: Final = 1000
 
 
 def usual_batch(ranks: int) -> int:
@@ -243,7 +247,12 @@ def find_job(folder: Path, *, remote: bool) -> DraftJob:
 
 def is_beside(data: str | None, folder: Path) -> bool:
     """It is a file or folder of this machine's, named from the configuration's folder."""
-    return data is not None and not data.startswith(("/", "~", DATA_PREFIX)) and (folder / data).exists()
+    if data is None or data.startswith(("/", "~", DATA_PREFIX)):
+        return False
+    # A name may be longer than a path can be.
+    with contextlib.suppress(OSError):
+        return (folder / data).exists()
+    return False
 
 
 def find_yaml(folder: Path) -> tuple[str | None, dict[object, object]]:

@@ -70,7 +70,7 @@ async def test_from_an_empty_folder_to_the_checks_in_few_keys(fake: FakeEngine, 
         await press("enter")
         await at(console, "method")
         await console.shows("does not fit")
-        await press("right", "right", "enter")
+        await press("right", "right", "-", "+", "+", "enter")
         await at(console, "file")
         await console.shows("# MLX Flight Deck")
         await press("enter")
@@ -79,7 +79,7 @@ async def test_from_an_empty_folder_to_the_checks_in_few_keys(fake: FakeEngine, 
         assert console.app.state.view == "preflight"
     written = tomllib.loads((folder / "flightdeck.toml").read_text())
     assert [node["ssh"] for node in written["node"]] == ["ana@ultra.local", "max"]
-    job = {"model": "~/Qwen3", "data": "data", "fine_tune_type": "lora", "batch_size": 12, "iters": 1000}
+    job = {"model": "~/Qwen3", "data": "data", "fine_tune_type": "lora", "batch_size": 12, "iters": 2000}
     assert written["job"] == job, "six a rank are the most that fit"
     assert len(keys) <= MOST_KEYS, keys
 

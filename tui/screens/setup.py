@@ -349,7 +349,7 @@ def _inspected(inspection: DataInspection, width: int) -> list[Content]:
 
 
 class _Method(SetupStep):
-    name, title, keys = "method", "How it is trained, and what fits.", "up/down, left/right batch"
+    name, title, keys = "method", "How it is trained, and what fits.", "up/down, left/right batch, -/+ iterations"
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -360,8 +360,8 @@ class _Method(SetupStep):
         # Another model, or other nodes, may have been chosen meanwhile.
         self._fits, choices = {}, self.setup.choices
         self.cursor = self.rows.index(choices.fine_tune_type or "lora")
-        batch = choices.batch_size or api.usual_batch(len(self.setup.nodes))
-        self.setup.choose(batch_size=batch)
+        if choices.batch_tokens is None:
+            self.setup.choose(batch_size=choices.batch_size or api.usual_batch(self.setup.ranks))
         self.moved()
         self.setup.work(self._fit, "fit")
 
@@ -373,24 +373,32 @@ class _Method(SetupStep):
         self.moved()
 
     def moved(self, more: int = 0) -> None:
-        """The batch is at most what fits."""
-        method, ranks = self.rows[self.cursor], len(self.setup.nodes)
-        batch = max(ranks, (self.setup.choices.batch_size or 1) + more * ranks)
-        most = (self._fits[method].amount if method in self._fits else 0) or batch
-        self.setup.choose(fine_tune_type=method, batch_size=min(batch, most * ranks))
+        """The batch is at most what fits; one in tokens stays until another is chosen."""
+        method, ranks, choices = self.rows[self.cursor], self.setup.ranks, self.setup.choices
+        self.setup.choose(fine_tune_type=method)
+        if choices.batch_tokens is None or more:
+            batch = max(ranks, (choices.batch_size or api.usual_batch(ranks)) + more * ranks)
+            most = (self._fits[method].amount if method in self._fits else 0) or batch
+            self.setup.choose(batch_size=min(batch, most * ranks), batch_tokens=None)
 
     def press(self, key: str) -> bool:
         if key in ("left", "right"):
             self.moved(1 if key == "right" else -1)
-            return True
-        return super().press(key)
+        elif key in ("-", "+"):
+            # By one of the first digit.
+            iters = self.setup.choices.iters or api.USUAL_ITERS
+            step = 10 ** max(0, len(str(iters - (key == "-"))) - 1)
+            self.setup.choose(iters=max(1, iters + step * (1 if key == "+" else -1)), epochs=None)
+        else:
+            return super().press(key)
+        return True
 
     async def leave(self) -> str | None:
         row = self._fits.get(self.rows[self.cursor])
         return f"not even one sequence fits on {', '.join(row.nodes)}" if row is not None and row.amount == 0 else None
 
     def draw(self, width: int) -> list[Content]:
-        ranks, batch, lines = max(1, len(self.setup.nodes)), self.setup.choices.batch_size or 0, []
+        choices, ranks, lines = self.setup.choices, max(1, self.setup.ranks), list[Content]()
         for at, (method, about) in enumerate(_METHODS.items()):
             row, needed = self._fits.get(method), ""
             if row is not None and row.memory is not None:
@@ -399,7 +407,14 @@ class _Method(SetupStep):
             fits = (row.why_not or amount + needed) if row is not None else ""
             head = Content.assemble((f"{self.mark(at)}{method:<6}", "bold" if at == self.cursor else ""), fits)
             lines += [head, pair("", about, width, style=MUTED)]
-        return [*lines, Content(""), pair("batch", f"{batch} over all ranks, {batch / ranks:g} on each", width)]
+        share, tokens = (choices.batch_size or 0) / ranks, choices.batch_tokens
+        batch = f"{choices.batch_size} over all ranks, {share:g} on each" if tokens is None else f"{tokens:,} tokens"
+        length = (
+            f"{choices.iters or api.USUAL_ITERS:,} iterations"
+            if choices.epochs is None
+            else f"{choices.epochs:g} epochs"
+        )
+        return [*lines, Content(""), pair("batch", batch, width), pair("for", length, width)]
 
 
 class _File(SetupStep):
@@ -469,6 +484,11 @@ class Setup(ModalScreen[Path]):
     def nodes(self) -> list[NodeCandidate]:
         """In rank order."""
         return [self.candidates[host] for host in self.choices.chosen or () if host in self.candidates]
+
+    @property
+    def ranks(self) -> int:
+        ranks: int = self.choices.ranks(node.host.ssh for node in self.nodes)
+        return ranks
 
     def text(self) -> str:
         """That of the file. Raises ENGINE_ERRORS."""

@@ -45,6 +45,26 @@ def test_a_yaml_fills_in_and_a_command_has_its_own(engine: Engine, tmp_path: Pat
     engine.setup.write(target, engine.setup.text(target, read, [ULTRA]))
 
 
+def test_a_batch_in_tokens_epochs_and_processes_of_the_file_stay(engine: Engine, tmp_path: Path) -> None:
+    target = tmp_path / "flightdeck.toml"
+    node = '[[node]]\nssh = "ana@ultra.local"\npython = "~/p/bin/python"\nprocesses = 4\n'
+    target.write_text(f'{node}[job]\nmodel = "~/m"\ndata = "~/d"\nbatch_tokens = 9000\nepochs = 2\n')
+    read = engine.setup.read(target)
+    assert (read.batch_size, read.batch_tokens, read.iters, read.epochs) == (None, 9000, None, 2)
+    assert read.ranks(["ana@ultra.local", "bea@max.local"]) == 5
+    config = engine.setup.config(target, engine.setup.text(target, read, [ULTRA]))
+    assert len(config.nodes) == 4
+    assert {"batch_tokens": 9000, "epochs": 2}.items() <= config.job.mlx_lm.items()
+    other = read.model_copy(update={"batch_size": 8, "batch_tokens": None, "iters": 50, "epochs": None})
+    job = tomllib.loads(engine.setup.text(target, other, [ULTRA]))["job"]
+    assert job == {"model": "~/m", "data": "~/d", "batch_size": 8, "iters": 50}
+
+
+def test_a_name_that_is_longer_than_a_path_is_no_file_beside_it(engine: Engine, tmp_path: Path) -> None:
+    choices = CHOICES.model_copy(update={"data": "d" * 5000})
+    assert "push" not in engine.setup.text(tmp_path / "flightdeck.toml", choices, [ULTRA])
+
+
 @pytest.mark.parametrize("kept", [b"", b"{", b'{"batch_size": 0}', b'{"step": "x"}', b"\xff"])
 def test_damage_to_what_was_kept_is_as_if_there_were_none(engine: Engine, tmp_path: Path, kept: bytes) -> None:
     target = tmp_path / "flightdeck.toml"
