@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from engine.api.session import Session
 
@@ -26,8 +26,52 @@ if TYPE_CHECKING:
     from engine.config.models import Config
 
 
+PARTS: Final = {
+    "nodes": ("nodes.NodesApi", "self"),
+    "models": ("model_copies.ModelsApi", "self runs"),
+    "runs": ("runs.RunsApi", "self"),
+    "comparisons": ("comparisons.ComparisonsApi", "self runs"),
+    "results": ("results.ResultsApi", "self runs"),
+    "calibrations": ("calibrations.CalibrationsApi", "self nodes runs"),
+    "checks": ("checks.ChecksApi", "self calibrations"),
+    "environments": ("environments.EnvironmentsApi", "self nodes runs"),
+    "launches": ("launches.LaunchesApi", "self runs calibrations"),
+    "setup": ("setup.SetupApi", "self nodes checks launches models"),
+    "queue": ("queue.QueueApi", "self runs"),
+    "tasks": ("tasks.TasksApi", "runs launches"),
+    "chats": ("chats.ChatsApi", "self runs tasks"),
+}
+"""Each part's module here and class, and what it is made of: the session and other parts."""
+
+
 class Engine(Session):
     """Cheap to construct: a part is imported when it is first used, and nothing is read before a request."""
+
+    nodes: NodesApi
+    models: ModelsApi
+    runs: RunsApi
+    comparisons: ComparisonsApi
+    results: ResultsApi
+    calibrations: CalibrationsApi
+    checks: ChecksApi
+    environments: EnvironmentsApi
+    launches: LaunchesApi
+    setup: SetupApi
+    queue: QueueApi
+    tasks: TasksApi
+    chats: ChatsApi
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A part, made when it is first asked for."""
+            if name not in PARTS:
+                raise AttributeError(name)
+            (module, _, kind), needs = PARTS[name][0].partition("."), PARTS[name][1].split()
+            parts = [self if need == "self" else getattr(self, need) for need in needs]
+            part = getattr(import_module(f"engine.api.{module}"), kind)(*parts)
+            setattr(self, name, part)
+            return part
 
     async def __aenter__(self) -> Engine:
         return self
@@ -52,81 +96,3 @@ class Engine(Session):
         from engine.demo import demo_config
 
         return demo_config(self.home, ranks=ranks, iters=iters)
-
-    @cached_property
-    def nodes(self) -> NodesApi:
-        from engine.api.nodes import NodesApi
-
-        return NodesApi(self)
-
-    @cached_property
-    def models(self) -> ModelsApi:
-        from engine.api.model_copies import ModelsApi
-
-        return ModelsApi(self, self.runs)
-
-    @cached_property
-    def runs(self) -> RunsApi:
-        from engine.api.runs import RunsApi
-
-        return RunsApi(self)
-
-    @cached_property
-    def comparisons(self) -> ComparisonsApi:
-        from engine.api.comparisons import ComparisonsApi
-
-        return ComparisonsApi(self, self.runs)
-
-    @cached_property
-    def results(self) -> ResultsApi:
-        from engine.api.results import ResultsApi
-
-        return ResultsApi(self, self.runs)
-
-    @cached_property
-    def calibrations(self) -> CalibrationsApi:
-        from engine.api.calibrations import CalibrationsApi
-
-        return CalibrationsApi(self, self.nodes, self.runs)
-
-    @cached_property
-    def checks(self) -> ChecksApi:
-        from engine.api.checks import ChecksApi
-
-        return ChecksApi(self, self.calibrations)
-
-    @cached_property
-    def environments(self) -> EnvironmentsApi:
-        from engine.api.environments import EnvironmentsApi
-
-        return EnvironmentsApi(self, self.nodes, self.runs)
-
-    @cached_property
-    def launches(self) -> LaunchesApi:
-        from engine.api.launches import LaunchesApi
-
-        return LaunchesApi(self, self.runs, self.calibrations)
-
-    @cached_property
-    def setup(self) -> SetupApi:
-        from engine.api.setup import SetupApi
-
-        return SetupApi(self, self.nodes, self.checks, self.launches, self.models)
-
-    @cached_property
-    def queue(self) -> QueueApi:
-        from engine.api.queue import QueueApi
-
-        return QueueApi(self, self.runs)
-
-    @cached_property
-    def tasks(self) -> TasksApi:
-        from engine.api.tasks import TasksApi
-
-        return TasksApi(self.runs, self.launches)
-
-    @cached_property
-    def chats(self) -> ChatsApi:
-        from engine.api.chats import ChatsApi
-
-        return ChatsApi(self, self.runs, self.tasks)

@@ -14,7 +14,6 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +23,7 @@ from aiohttp import web
 from PIL import Image
 
 from engine.api import Engine, ReadOnlyEngine
+from engine.api.engine import PARTS
 from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus
 from engine.store.store import Store
@@ -118,7 +118,6 @@ LEFT = {
     *("calibrations.latest", "calibrations.latest_scaling", "calibrations.predict"),
 }
 """The engine's public names that a console which only reads may use."""
-PARTS = tuple(name for name, value in vars(Engine).items() if isinstance(value, cached_property))
 
 
 def public(thing: object) -> set[str]:
