@@ -141,18 +141,15 @@ class Spreading:
                     if limit.when() is None and any("problem" not in answer for answer in answers.values()):
                         limit.reschedule(asyncio.get_running_loop().time() + _COMPARED_S)
         except TimeoutError:
-            late = {"problem": f"no answer from the Hub within {_COMPARED_S:g} s of another's"}
-            answers = {**{node.ssh: late for node in nodes}, **answers}
+            # They are tried after those that have answered.
+            answers = {node.ssh: {"rate": -1.0} for node in nodes} | answers
         finally:
             for task in asking:
                 task.cancel()
         rates = {ssh: finite_or_none(answer.get("rate")) or 0.0 for ssh, answer in answers.items()}
         ways = sorted(nodes, key=lambda node: ("problem" in answers[node.ssh], -rates[node.ssh]))
-        if sample and "problem" not in answers[ways[0].ssh]:
-            rated = ", ".join(
-                f"{node.name} {rates[node.ssh] / 1e6:.1f} MB/s" for node in ways if "problem" not in answers[node.ssh]
-            )
-            self.report(CopyProgress(ways[0].name, note=f"has the best way to the Hub: {rated}"))
+        if rated := [f"{node.name} {rates[node.ssh] / 1e6:.1f} MB/s" for node in ways if rates[node.ssh] > 0]:
+            self.report(CopyProgress(ways[0].name, note=f"has the best way to the Hub: {', '.join(rated)}"))
         return [(node, answers[node.ssh]) for node in ways]
 
     @staticmethod

@@ -132,7 +132,9 @@ class CopyPlace:
             self.check_below(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, self.folder.name)
-        return drop_older(self.folder) if self.repository.parent == pushed_root() else 0
+        with contextlib.suppress(OSError):
+            return drop_older(self.folder) if self.repository.parent == pushed_root() else 0
+        return 0
 
 
 class Transfer:

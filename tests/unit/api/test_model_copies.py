@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from engine.api import model_copies, runs
 from engine.api.engine import Engine
+from engine.cluster import copies
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.copies import Spreading
 from engine.cluster.transfer import CopyManifest
@@ -93,7 +95,10 @@ async def test_a_folder_is_verified_against_the_one_that_was_pushed(tmp_path: Pa
 async def test_the_machine_with_the_fastest_way_downloads(
     tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes, nodes = list[CopyProgress](), [THIS_MACHINE.model_copy(update={"name": name, "ssh": name}) for name in "abc"]
+    notes, nodes = (
+        list[CopyProgress](),
+        [THIS_MACHINE.model_copy(update={"name": name, "ssh": name}) for name in "abcd"],
+    )
     answers: dict[str, Any] = {
         "a": {"bytes": 9, "rate": 1e6},
         "b": {"problem": "offline"},
@@ -101,10 +106,13 @@ async def test_the_machine_with_the_fastest_way_downloads(
     }
 
     async def ask(self: Spreading, node: NodeConfig, hub: HubName, **asked: object) -> dict[str, Any]:
+        if node.name == "d":
+            await asyncio.Event().wait()
         return dict(answers[node.name])
 
     monkeypatch.setattr(Spreading, "_ask_hub", ask)
+    monkeypatch.setattr(copies, "_COMPARED_S", 0.1)
     async with Fleet(tmp_path / "home") as fleet:
         ways = await Spreading(fleet, {}, notes.append)._ways_out(HubName("model", "org/tiny"), nodes)
-    assert [node.name for node, _ in ways] == ["c", "a", "b"]
+    assert [node.name for node, _ in ways] == ["c", "a", "d", "b"], "who is late is tried after the others"
     assert [note.note for note in notes] == ["has the best way to the Hub: c 5.0 MB/s, a 1.0 MB/s"]
