@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from engine.run.logs.alike import AlikeLines
     from engine.run.logs.pattern import ERRORS, LogPattern
     from engine.run.logs.reader import LogFilter, LogLine, LogReader
-    from engine.run.metrics import MetricsTrial, decimate
+    from engine.run.metrics import MetricsTrial
     from engine.run.run_filter import run_filter, sorted_runs
     from engine.run.series.reader import AXES, UNITS, RunSeries, SeriesChart, SeriesCurve
     from engine.run.verification import GPU, NOT_MEASURED, gpu_line
@@ -111,7 +111,7 @@ _NAMES: Final = {
     "engine.run.logs.pattern": "ERRORS LogPattern",
     "engine.run.logs.alike": "AlikeLines",
     "engine.run.logs.reader": "LogFilter LogLine LogReader",
-    "engine.run.metrics": "MetricsTrial decimate",
+    "engine.run.metrics": "MetricsTrial",
     "engine.run.run_filter": "run_filter sorted_runs",
     "engine.run.series.reader": "AXES UNITS RunSeries SeriesChart SeriesCurve",
     "engine.run.verification": "GPU NOT_MEASURED gpu_line",

@@ -3,14 +3,14 @@ metrics that are read from a program's output."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
-from itertools import groupby
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.node.script_metrics import PrintedMetrics
 from engine.protocol.attempt import size_of
@@ -19,9 +19,6 @@ from engine.run.json_lines import LineTail, parse_json_line
 from engine.security.redact import redact
 from engine.security.sanitise import count_or_none, finite_or_none, number_or_none, plain, sanitise
 from engine.snapshots import Series, SeriesMark
-
-X = TypeVar("X", int, float)
-
 
 _MOST_FIGURES = 200
 _NAME_LIMIT = 100
@@ -35,33 +32,14 @@ def figures(report: Mapping[str, Any], without: Collection[str]) -> dict[str, in
     return {name: number_or_none(value) for name, value in named[:_MOST_FIGURES] if type(value) in _NUMBERS}
 
 
-def decimate(points: Sequence[tuple[X, float]], width: int) -> list[tuple[X, float]]:
-    """At most two points for each of `width` columns of equal x: its lowest and its highest, in the order of x.
-
-    `points` are in ascending x. Points whose y is not finite are left out; few enough points are all kept."""
-    finite = [point for point in points if math.isfinite(point[1])]
-    if width < 1 or len(finite) <= 2 * width:
-        return finite if width > 0 else []
-    first, span = finite[0][0], finite[-1][0] - finite[0][0]
-    if span <= 0:
-        return _extremes(finite)
-    columns = groupby(finite, lambda point: min(width - 1, int((point[0] - first) / span * width)))
-    return [point for _, column in columns for point in _extremes(list(column))]
-
-
-def _extremes(column: list[tuple[X, float]]) -> list[tuple[X, float]]:
-    low = min(range(len(column)), key=lambda place: column[place][1])
-    high = max(range(len(column)), key=lambda place: column[place][1])
-    return [column[place] for place in sorted({low, high})]
-
-
 POINT_LIMIT = 20_000
-"""Points kept of one curve; above it they are thinned to half, extremes kept."""
+"""Points kept of one curve; above it they are thinned to half, the lowest and the highest of each four kept."""
 _RECENT = 5
 _REPORT = b'{"kind": "train", "attempt": '
 """How a report's row begins; the attempt's number follows."""
 _MOST_PARSED = 5000
 Point = tuple[int, float]
+_y = itemgetter(1)
 
 
 class Curve:
@@ -78,9 +56,10 @@ class Curve:
             self.points.pop()
         self.points.append((x, value))
         if len(self.points) > POINT_LIMIT:
-            newest = self.points.pop()
-            # decimate keeps two points per column; the newest one must always be shown.
-            self.points = [*decimate(self.points, POINT_LIMIT // 4), newest]
+            first, *between, newest = self.points
+            fours = (between[place : place + 4] for place in range(0, len(between), 4))
+            extremes = [sorted({min(four, key=_y), max(four, key=_y)}) for four in fours]
+            self.points = [first, *chain(*extremes), newest]
 
     @property
     def last(self) -> float | None:

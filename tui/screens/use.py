@@ -136,7 +136,9 @@ class RunUse:
 
     def nodes(self, kind: str) -> str:
         """Those that the task runs on."""
-        nodes = [rank.node for rank in self.snapshot.ranks]
+        trained, nodes = self.snapshot.trained, [rank.node for rank in self.snapshot.ranks]
+        if kind != "evaluate" and trained is not None and trained.parts:
+            return ", ".join(trained.nodes)
         # What is divided begins on the node that has the weights.
         divided = kind == "evaluate" and nodes[:1] == [self.node]
         return ", ".join(dict.fromkeys(nodes)) if divided else self.node or ""
@@ -148,6 +150,8 @@ def uses(use: RunUse, running: RunRecord | None, busy: str | None) -> list[Dialo
     taken = f"{running.id} uses the nodes: 5 lists it, enter opens it, ctrl+x stops it" if running is not None else None
     files = result.files if result is not None else ()
     no_files = None if any(file.holds != "checkpoint" for file in files) else "it has left no weights with hashes"
+    if no_files is not None and files:
+        no_files = f"it has left a checkpoint alone: fuse it, or `flightdeck fetch {run} --checkpoint`"
     if result is None:
         no_files = f"it has not ended: `flightdeck fetch {run}` copies what it has saved so far"
     served = running is not None and (running.task, running.source) == ("serve", run)

@@ -1,4 +1,4 @@
-"""A curve thinned out for a plot keeps its extremes; of a report only numbers are taken."""
+"""The figures of reports, and of a program's output: of a report only numbers are taken."""
 
 from __future__ import annotations
 
@@ -13,40 +13,9 @@ from hypothesis import strategies as st
 
 from engine.run import metrics
 from engine.run.json_lines import parse_json_line
-from engine.run.metrics import MetricsSeries, MetricsTrial, decimate, figures
+from engine.run.metrics import MetricsSeries, MetricsTrial, figures
 from engine.security.sanitise import plain
 from tests.unit.run.run_maker import report, validation
-
-heights = st.floats(-1e9, 1e9)
-curves = st.lists(st.tuples(st.integers(0, 10_000), heights), max_size=300).map(
-    lambda points: sorted(dict(points).items())
-)
-
-
-@given(curves, st.integers(1, 40))
-def test_extremes_are_kept_in_order_and_columns_hold_at_most_two(points: list[tuple[int, float]], width: int) -> None:
-    kept = decimate(points, width)
-    assert len(kept) <= 2 * width
-    assert kept == [point for point in points if point in set(kept)]
-    if points:
-        assert min(y for _, y in kept) == min(y for _, y in points)
-        assert max(y for _, y in kept) == max(y for _, y in points)
-
-
-@given(curves, st.integers(1, 40))
-def test_what_is_thinned_out_stays_as_it_is(points: list[tuple[int, float]], width: int) -> None:
-    kept = decimate(points, width)
-    assert decimate(kept, width) == kept
-
-
-def test_few_points_are_all_kept_and_what_is_no_number_is_left_out() -> None:
-    assert decimate([(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 1.0)], 2) == [(1, 2.0), (4, 1.0)]
-    assert decimate([(1, 2.0)], 0) == []
-
-
-def test_points_over_one_another_become_two() -> None:
-    assert decimate([(5, float(y)) for y in (3, 1, 4, 1, 5, 9, 2)], 2) == [(5, 1.0), (5, 9.0)]
-
 
 JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=2)
 
