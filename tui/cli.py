@@ -692,6 +692,13 @@ def _comparing(commands: Commands) -> None:
     export.add_argument("-o", "--output", type=_file, metavar="PATH", help="default: -, standard output")
 
 
+def _of_run(parser: argparse.ArgumentParser) -> None:
+    """The options of a task on a run's result."""
+    _run(parser)
+    what = "the weights that were saved last by themselves, although a checkpoint is newer"
+    parser.add_argument("--saved", action="store_true", help=what)
+
+
 def _tasks(commands: Commands) -> None:
     evaluate = _command(
         commands,
@@ -702,7 +709,7 @@ def _tasks(commands: Commands) -> None:
         ("flightdeck eval demo --split valid --json | jq .task_results", ""),
         ("flightdeck eval demo --tasks arc_easy,hellaswag", "by lm-eval, on the node that has the weights"),
     )
-    _run(evaluate)
+    _of_run(evaluate)
     evaluate.add_argument("--split", choices=("valid", "test"), help="default: test where there is one, else valid")
     evaluate.add_argument("--batches", type=_count(10**9), metavar="N", help="at most N batches; default: all")
     what = "in place of the loss: the scores of lm-eval's tasks of these names, with commas between"
@@ -722,7 +729,7 @@ def _tasks(commands: Commands) -> None:
         ("flightdeck fuse", "1, and nothing is left, when less than 95 % of the gain is kept"),
         ("flightdeck fuse demo --dequantize", "a quantized base rounds small updates away; in 16 bits they stay"),
     )
-    _run(fuse)
+    _of_run(fuse)
     fuse.add_argument(
         "--keep", type=_share, default=api.KEEP, metavar="SHARE", help=f"of the gain, 0 to 1; default: {api.KEEP}"
     )
@@ -743,7 +750,7 @@ def _tasks(commands: Commands) -> None:
         ('flightdeck generate demo -p "Hello" --compare', "with the base model, too"),
         ('flightdeck generate demo -p "Hello" --divided', "the model's layers divided over the run's nodes"),
     )
-    _run(generate)
+    _of_run(generate)
     generate.add_argument(
         "-p", "--prompt", type=_prompt, action="append", required=True, metavar="TEXT", help="may be repeated"
     )
@@ -770,7 +777,7 @@ def _serving(commands: Commands) -> None:
         ("flightdeck serve demo --divided", "the model's layers divided over the run's nodes"),
         ("flightdeck serve demo --host 192.168.0.2", "for other machines, whose clients need the token that it prints"),
     )
-    _run(serve)
+    _of_run(serve)
     serve.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on; default: 127.0.0.1")
     what = f"default: {api.SERVE_PORT}; 0: a free one"
     serve.add_argument("--port", type=_count(65_535, least=0), default=api.SERVE_PORT, metavar="PORT", help=what)

@@ -36,6 +36,8 @@ class TaskRequest:
     """Those of the kind's program."""
     divided: bool = False
     """Over all nodes of the run; else on the one that has what was trained, or those that have parts of it."""
+    saved: bool = False
+    """The weights that were saved last, although a checkpoint is newer: a node that has some of it may be lost."""
 
 
 class TasksApi:
@@ -63,19 +65,23 @@ class TasksApi:
         directory = self._runs.find_trained(run)
         plan = read_plan(directory.plan)
         _refuse_divided(plan.config.job.kind.framework, request)
-        record, weights = _weights(directory, plan)
+        record, weights = _weights(directory, plan, saved=request.saved)
         options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
         parts = _on_hosts(plan.config, weights.parts)
         nodes = tuple(dict.fromkeys(node for node, _, _ in parts)) or (weights.node,)
+        if request.kind == "lm_eval" and len(nodes) > 1:
+            why, todo = f"the newest checkpoint is in parts on {', '.join(nodes)}", f"`flightdeck resume {record.id}`"
+            raise InputError("lm-eval's tasks are done on one node", why=why, todo=f"{todo} goes on, and saves weights")
         model = self._runs.fused(record.id) if request.kind == "evaluate" else ()
         fused = next((str(PurePath(file.path).parent) for file in model if file.node == weights.node), None)
         task = Task(request.kind, record.id, None if parts else weights.path, fused, options, [*map(list, parts)])
         return _with_task(_as_launched(directory, plan, nodes), task, nodes, divided=request.divided)
 
 
-def _weights(directory: RunDir, plan: RunPlan) -> tuple[RunRecord, TrainedFile]:
-    snapshot = RunWatch(directory).poll()
-    record, weights, yet = snapshot.record, snapshot.trained, ""
+def _weights(directory: RunDir, plan: RunPlan, *, saved: bool = False) -> tuple[RunRecord, TrainedFile]:
+    watch = RunWatch(directory)
+    snapshot, yet = watch.poll(), ""
+    record, weights = snapshot.record, watch.trained(saved=saved)
     why, todo = plan.config.job.kind.own_model, "see `flightdeck runs` for one that has"
     if snapshot.result is None:
         why, todo, yet = f"it is {record.state}", f"wait for its end, or stop it: flightdeck abort {record.id}", " yet"

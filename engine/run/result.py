@@ -51,12 +51,12 @@ def _energy(history: RunHistory, tokens: int | None) -> Energy | None:
     return Energy(joules, seconds, nodes, joules / tokens * 1e6 if tokens else None) if nodes else None
 
 
-def newest_weights(history: RunHistory) -> tuple[str, str, int, StateParts] | None:
+def newest_weights(history: RunHistory, *, saved_alone: bool = False) -> tuple[str, str, int, StateParts] | None:
     """The node, the path and the bytes of the trained weights that were saved last: by themselves; or in the state of a
-    run that ended before its time, with its parts."""
+    run that ended before its time, with its parts, unless `saved_alone`."""
     saves = [event for (_, best), event in history.weights.items() if not best]
     saved = max(saves, key=lambda event: event.at, default=None)
-    states = _newest_state(history)
+    states = [] if saved_alone else _newest_state(history)
     if states and (saved is None or states[0][2].iteration > saved.saved.iteration):
         files = [(name, size) for _, _, state in states for name, size, _ in state.files]
         # PyTorch's files have the weights and the optimizer's state in one.

@@ -115,7 +115,7 @@ class RunWatch:
             division=self._plan.division,
             chunk=_chunk(reports, record),
             damage=tuple(self._damage(newest_attempt, supervised=supervised)),
-            trained=self._trained(),
+            trained=self.trained(),
             result=self.result() if record.state.ended else None,
             task_results=history.task_results,
             trackers=tuple(self._trackers()),
@@ -198,8 +198,9 @@ class RunWatch:
         checkpoint = max(self._ranks[0].checkpoints[-1:], default=None)
         return verify(self._plan, record.backend, current, self._series, checkpoint)
 
-    def _trained(self) -> TrainedFile | None:
-        config, weights = self._whole_plan.config, newest_weights(self._history)
+    def trained(self, *, saved: bool = False) -> TrainedFile | None:
+        """As of the last poll; with `saved` the newest that were saved by themselves."""
+        config, weights = self._whole_plan.config, newest_weights(self._history, saved_alone=saved)
         if weights is None:
             return None
         name, path, size = weights[0], PurePosixPath(weights[1]), weights[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from dataclasses import replace
 from itertools import chain
 
 from engine.api import Engine, ExitCode, TaskKind, TaskRequest, serve_request
@@ -29,13 +30,13 @@ def evaluate(options: argparse.Namespace, engine: Engine) -> int:
     if misplaced := [f"--{name.replace('_', '-')}" for name in given if name not in names[kind]]:
         why = f"{'without' if options.tasks is None else 'with'} --tasks it says nothing"
         raise InputError(misplaced[0], why=why, todo="leave it out")
-    return _run(options, engine, TaskRequest(kind, given, divided=kind == "evaluate"))
+    return _run(options, engine, TaskRequest(kind, given, divided=kind == "evaluate", saved=options.saved))
 
 
 def fuse(options: argparse.Namespace, engine: Engine) -> int:
     """Fuse what was trained into the base model, and measure how much of the gain is kept."""
     chosen = {"keep": options.keep, "dequantize": options.dequantize, "bits": options.bits, "path": options.to}
-    return _run(options, engine, TaskRequest("fuse", chosen, divided=options.divided))
+    return _run(options, engine, TaskRequest("fuse", chosen, divided=options.divided, saved=options.saved))
 
 
 def generate(options: argparse.Namespace, engine: Engine) -> int:
@@ -44,13 +45,14 @@ def generate(options: argparse.Namespace, engine: Engine) -> int:
     chosen = {name: getattr(options, name) for name in names}
     variants = ["base"] if options.base else ["base", "adapter"] if options.compare else ["adapter"]
     request = {**chosen, "prompts": options.prompt, "variants": variants}
-    return _run(options, engine, TaskRequest("generate", request, divided=options.divided))
+    return _run(options, engine, TaskRequest("generate", request, divided=options.divided, saved=options.saved))
 
 
 def serve(options: argparse.Namespace, engine: Engine) -> int:
     """Serve what was trained, until that is aborted; return once it answers, or with --follow at its end."""
     progress = Lines(sys.stderr)
     request = serve_request(options.host, options.port, options.max_tokens, divided=options.divided)
+    request = replace(request, saved=options.saved)
     record, interrupts = begin(lambda: asyncio.run(engine.tasks.start(options.run, request)), progress)
     follower = Follower(engine, record.id, progress, quiet=True)
     try:

@@ -168,6 +168,8 @@ async def test_a_run_that_failed_is_used_by_its_newest_whole_state(
     assert config.job.task.weights == (None if used else ADAPTER)
     assert config.job.task.parts == ([[node, "/c/step", MANIFEST]] if used else [])
     assert next(there.name for there in config.nodes) == (node if used else "node0")
+    saved = await start(tmp_path, run.id, saved=True)
+    assert saved.job.task is not None and (saved.job.task.weights, saved.job.task.parts) == (ADAPTER, [])
 
 
 async def test_show_and_runs_name_the_tasks_of_a_run_with_their_outcomes(
@@ -261,6 +263,8 @@ async def test_a_state_in_parts_is_used_on_the_hosts_that_have_them(tmp_path: Pa
         ["node0", "/c/part0/step-80", MANIFEST],
         [second, "/c/part1/step-80", MANIFEST],
     ]
+    with nullcontext() if shared else pytest.raises(InputError, match=r"one node: .*in parts on node0, node1"):
+        await start(tmp_path, run.id, "lm_eval")
     trained = RunWatch(run.directory).poll().trained
     assert trained is not None and (trained.size, trained.nodes) == (10, ("node0", "node1"))
     assert trained.command == f"flightdeck generate {run.id} -p Hello"
