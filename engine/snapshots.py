@@ -322,7 +322,7 @@ class FetchProgress:
 
 @dataclass(frozen=True)
 class CopyProgress:
-    """How far a model or data set has come onto a node."""
+    """How far a model, data set or environment has come onto a node."""
 
     node: str
     bytes: int = 0
@@ -332,11 +332,14 @@ class CopyProgress:
     """Where it is, once it is whole and verified."""
     note: str = ""
     """The event there, or what it waits for."""
+    failed: bool = False
+    """The note says why."""
 
     @property
     def text(self) -> str:
         """ "1.20 of 4.00 GB", its note, or both."""
-        amount = f"{self.bytes / 1e9:.2f} of {self.total / 1e9:.2f} GB" if self.total else ""
+        scale, unit = (1e9, "GB") if self.total >= 1e9 else (1e6, "MB")
+        amount = f"{self.bytes / scale:.2f} of {self.total / scale:.2f} {unit}" if self.total else ""
         return ", ".join(filter(None, (amount, self.note)))
 
 

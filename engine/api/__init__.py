@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.checks.fixes import MAKE_ENVIRONMENT, as_shell_line, asks_for_password
     from engine.checks.runner import CHECKS, check_label, with_pending
     from engine.cluster.discovery import FoundHost, FoundPython, draft_nodes, hosts_from_hostfile, hosts_from_names
-    from engine.cluster.environments import EnvironmentPlan, EnvironmentProgress, NodePythons
+    from engine.cluster.environments import EnvironmentPlan, NodePythons
     from engine.cluster.probe_results import NodeCopies, NodeCopy
     from engine.cluster.transport.base import Completed
     from engine.config.draft import (
@@ -86,7 +86,7 @@ _NAMES: Final = {
     "engine.checks.runner": "CHECKS check_label with_pending",
     "engine.cluster.discovery": "FoundHost FoundPython draft_nodes hosts_from_hostfile hosts_from_names",
     "engine.cluster.probe_results": "NodeCopies NodeCopy",
-    "engine.cluster.environments": "EnvironmentPlan EnvironmentProgress NodePythons",
+    "engine.cluster.environments": "EnvironmentPlan NodePythons",
     "engine.cluster.transport.base": "Completed",
     "engine.config.draft": (
         "SCHEMA USUAL_ITERS DraftJob DraftNode already_there draft find_job is_beside usual_batch write_draft"

@@ -16,7 +16,6 @@ from engine.cluster.copies import hosts_among
 from engine.cluster.environments import (
     FOLDER,
     EnvironmentPlan,
-    EnvironmentProgress,
     NodePythons,
     choose_minor,
     inspect_node,
@@ -60,31 +59,28 @@ class EnvironmentsApi:
         sends = offline or config.environment.wheels is not None
         return [plan.model_copy(update={"online": plan.online and not sends}) for plan in plans]
 
-    def make(self, config: Config, plans: Sequence[EnvironmentPlan]) -> AsyncGenerator[EnvironmentProgress, None]:
-        """Make what is planned, on all hosts at once; each one's last progress is `ended` or `failed`. Closing the
+    def make(self, config: Config, plans: Sequence[EnvironmentPlan]) -> AsyncGenerator[CopyProgress, None]:
+        """Make what is planned, on all hosts at once; where that fails, the last progress has `failed`. Closing the
         iterator ends it on the nodes; what has been sent or loaded by then is used the next time."""
         fleet, downloads = self._session.fleet, dict[str, asyncio.Task[Path]]()
 
-        async def work(report: Callable[[EnvironmentProgress], None]) -> None:
+        async def work(report: Callable[[CopyProgress], None]) -> None:
             async def make_one(plan: EnvironmentPlan) -> None:
-                def tell(text: str, **end: bool) -> None:
-                    report(EnvironmentProgress(node=plan.node, text=text, **end))
-
-                def tell_sent(progress: CopyProgress) -> None:
-                    tell(progress.note or f"{progress.bytes / 1e6:,.1f} of {progress.total / 1e6:,.1f} MB of wheels")
+                def tell(text: str, *, failed: bool = False) -> None:
+                    report(CopyProgress(plan.node, note=text, failed=failed))
 
                 async def send_wheels(node: NodeConfig, folder: str) -> None:
                     if (key := f"{plan.id} {plan.base}") not in downloads:
                         fetch = fetch_wheels(config, plan, self._session.home / "wheels", tell)
                         downloads[key] = asyncio.create_task(fetch)
                     manifest = await read_manifest(fleet, THIS_MACHINE, str(await downloads[key]))
-                    await Spread(fleet, [manifest], {"folder": folder}, {}, tell_sent).run([node])
+                    await Spread(fleet, [manifest], {"folder": folder}, {}, report).run([node])
 
                 outcome = "failed"
                 try:
                     made = await make_environment(fleet, plan, send_wheels, tell)
                     outcome = "made"
-                    tell(f"{plan.python}: {len(made.packages)} packages, {made.bytes / 1e6:,.0f} MB", ended=True)
+                    tell(f"{plan.python}: {len(made.packages)} packages, {made.bytes / 1e6:,.0f} MB")
                 except (FlightDeckError, OSError, ValueError) as error:
                     tell(redact(plain(error, 500)), failed=True)
                 finally:

@@ -168,13 +168,6 @@ class EnvironmentPlan(FrozenModel):
         return self.python.removesuffix("/bin/python")
 
 
-class EnvironmentProgress(FrozenModel):
-    node: str
-    text: str
-    ended: bool = False
-    failed: bool = False
-
-
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from engine.api import Config, EnvironmentPlan, EnvironmentProgress
+from engine.api import Config, EnvironmentPlan
+from engine.snapshots import CopyProgress
 from tests.tui.conftest import SMALL, Console, opened
 from tests.tui.fake_engine import FINGERPRINT, NOW, FakeEngine
 from tui.app import FlightDeckApp
@@ -127,10 +128,10 @@ class FakeEnvironments:
         python = "~/.flightdeck/environments/0f/bin/python"
         return [EnvironmentPlan(node=name, ssh=name, python=python, problem=problem) for name in names]
 
-    async def make(self, config: Config, plans: Sequence[EnvironmentPlan]) -> AsyncIterator[EnvironmentProgress]:
+    async def make(self, config: Config, plans: Sequence[EnvironmentPlan]) -> AsyncIterator[CopyProgress]:
         for plan in plans:
             self.made.append(plan.node)
-            yield EnvironmentProgress(node=plan.node, text="mlx is installed", failed=self.fails, ended=not self.fails)
+            yield CopyProgress(plan.node, note="mlx is installed", failed=self.fails)
 
 
 async def test_a_node_without_mlx_gets_an_environment(fake: FakeEngine, folder: Path) -> None:

@@ -96,6 +96,9 @@ def _manifest(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             return
         revision, refs, folder = snapshot.hub.revision, [*snapshot.refs], snapshot.path
     single = folder.is_file()
+    if not single and not folder.is_dir():
+        yield {"problem": f"{folder} is not there"}
+        return
     files, damaged, hashed = [], [], 0
     for path in [folder] if single else files_below(folder):
         name = path.name if single else path.relative_to(folder).as_posix()

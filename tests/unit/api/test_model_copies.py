@@ -90,6 +90,8 @@ async def test_a_folder_is_verified_against_the_one_that_was_pushed(tmp_path: Pa
         (tmp_path / "models" / "mine" / "config.json").write_text("[]")
         assert await engine.models.verify(away, str(tmp_path / "mine")) == {"here": ["config.json"]}
         assert await engine.models.verify(away, "~/models/mine") == {"here": []}, "and there is no other"
+        nowhere = await engine.models.verify(away, "~/models/none")
+        assert nowhere == {"here": f"here: {tmp_path}/models/none is not there"}
 
 
 async def test_the_machine_with_the_fastest_way_downloads(
