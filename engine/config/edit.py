@@ -7,12 +7,10 @@ import itertools
 import re
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Final
-
-from pydantic import BaseModel
 
 from engine.config.documents import read_text
 from engine.config.draft import UNSURE, toml_value
@@ -22,6 +20,7 @@ from engine.config.load import read_document
 from engine.config.mlx_lm_keys import SAME_KEYS, with_defaults
 from engine.config.models import SECTIONS, Config
 from engine.config.overrides import Settings, overridden, path_of
+from engine.config.sources import values_of
 from engine.errors import ConfigError, InputError, StateError
 from engine.protocol.attempt import replacing
 from engine.protocol.job import AUTO
@@ -96,7 +95,7 @@ def _document(config: Config) -> dict[str, Any]:
 def changed_keys(before: Config, after: Config) -> list[str]:
     """Each key with another value, "learning_rate 0.001 → 0.0005"; of a list, a long text or a variable of `env` only
     that it has changed."""
-    left, right = dict(_leaves(before)), dict(_leaves(after))
+    left, right = ({key: value for _, key, value in values_of(config)} for config in (before, after))
     texts = []
     for key in dict.fromkeys([*left, *right]):
         old, new = left.get(key), right.get(key)
@@ -116,28 +115,6 @@ def _shown(value: object) -> str:
     return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings by key, as the file names them; credentials are only compared."""
-    if isinstance(value, Config):
-        for field in ("cluster", "nodes", *(name for name in type(value).model_fields if name not in _NO_SETTINGS)):
-            yield from _leaves(getattr(value, field), "" if field == "job" else field)
-    elif isinstance(value, BaseModel | dict):
-        items = (
-            value.items()
-            if isinstance(value, dict)
-            else ((key, getattr(value, key)) for key in type(value).model_fields)
-        )
-        for key, inner in items:
-            if key not in ("given", "unused", "digest"):
-                yield from _leaves(inner, name if key == "mlx_lm" else f"{name}.{key}".lstrip("."))
-    elif name == "nodes":
-        for node in value:
-            yield from _leaves(node, f"node {node.name}")
-    else:
-        yield name, value
-
-
-_NO_SETTINGS = ("file", "digest", "overrides", "cluster", "nodes")
 _SHOWN = 60
 
 
@@ -194,11 +171,7 @@ def _write(
 ) -> None:
     """Write these lines, if they are what is wanted, and first the files of `before`. Raises InputError, StateError."""
     after = "\n".join(text) + "\n"
-    try:
-        as_wanted = tomllib.loads(after) == wanted
-    except tomllib.TOMLDecodeError:
-        as_wanted = False
-    if not as_wanted:
+    if not holds(after, wanted):
         why = "the file has an unusual form"
         raise InputError("the keys cannot be set", where=str(path), why=why, todo=f"write {missing}")
     try:
@@ -207,6 +180,14 @@ def _write(
                 written.write(content.encode())
     except OSError as error:
         raise StateError("cannot be written", where=str(path), why=error) from error
+
+
+def holds(text: str, wanted: Mapping[str, Any]) -> bool:
+    """A TOML text has these tables and no others."""
+    try:
+        return tomllib.loads(text) == wanted
+    except tomllib.TOMLDecodeError:
+        return False
 
 
 def _header(table: str) -> re.Pattern[str]:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,9 @@ HUB = "hf_dataset"
 FEATURES = ("prompt_feature", "completion_feature", "chat_feature", "text_feature")
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_RESERVED = re.compile(
-    r"FLIGHTDECK_.*|MLX_(RANK|HOSTFILE|IBV_DEVICES|WORLD_SIZE|JACCL_.*)"
-    r"|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|TORCHELASTIC_.*"
-)
-_RESERVED_NAMES = (
-    "FLIGHTDECK_*, MLX_RANK, MLX_HOSTFILE, MLX_IBV_DEVICES, MLX_WORLD_SIZE, MLX_JACCL_*, MASTER_ADDR, MASTER_PORT, "
-    "RANK, LOCAL_RANK, GROUP_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and TORCHELASTIC_*"
+_RESERVED = (
+    *("FLIGHTDECK_*", "MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_WORLD_SIZE", "MLX_JACCL_*", "MASTER_ADDR"),
+    *("MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_*"),
 )
 _REQUIRED = {
     "model": "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors",
@@ -322,8 +319,9 @@ def environment_fault(name: str, value: object) -> str | None:
     """Description of an accepted variable; None if this one can be set."""
     if not _VARIABLE.fullmatch(name):
         return "a variable name"
-    if _RESERVED.fullmatch(name):
-        return f"another name: {_RESERVED_NAMES} are reserved, since a launch sets them"
+    if any(fnmatchcase(name, reserved) for reserved in _RESERVED):
+        listed = f"{', '.join(_RESERVED[:-1])} and {_RESERVED[-1]}"
+        return f"another name: {listed} are reserved, since a launch sets them"
     if isinstance(value, str) and ("\0" in value or any("\ud800" <= character <= "\udfff" for character in value)):
         return "a string of valid characters without NUL"
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.draft import DraftNode, node_lines, unique_names
-from engine.config.edit import set_key, set_keys
+from engine.config.edit import holds, set_key, set_keys
 from engine.config.overrides import Settings, overridden
 from engine.errors import InputError
 
@@ -28,10 +28,9 @@ def redraft(before: str, nodes: Sequence[DraftNode], changes: Settings) -> str:
         wanted, _ = overridden(wanted, changes, Path())
         set_keys(lines, wanted, changes)
         text = "\n".join(lines) + "\n"
-        as_wanted = tomllib.loads(text) == wanted
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputError("the file cannot be changed", why=str(error), todo="correct it, or move it away") from error
-    if not as_wanted:
+    if not holds(text, wanted):
         raise InputError("the file cannot be changed", why="it has an unusual form", todo="change it by hand")
     return text
 

@@ -98,7 +98,7 @@ def effective(
     config = load_config(file, overrides)
     sources, redact = _Sources(config, file), config.job.redactor()
     values = []
-    for path, name, value in _values(config):
+    for path, name, value in values_of(config):
         source, place = sources.of(path)
         if value in (None, AUTO) and chosen.get(name) is not None:
             value, source = chosen[name], PLAN
@@ -109,7 +109,7 @@ def effective(
     return values
 
 
-def _values(config: Config) -> Iterator[tuple[TomlPath, str, Any]]:
+def values_of(config: Config) -> Iterator[tuple[TomlPath, str, Any]]:
     """Each value with its place in the file's tables, a node's by its number, and its name for --set."""
     yield from _flat(config.cluster, ("cluster",), "cluster.")
     for rank, node in enumerate(config.nodes):
