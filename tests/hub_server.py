@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -34,7 +35,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 about = [_entry(name, data) for name, data in self.files.items()]
             self._send(200, json.dumps(about).encode(), {}, content=content)
             return
-        data = self.files.get(path.partition(f"/resolve/{COMMIT}/")[2])
+        named = re.search(f"/resolve/(?:main|{COMMIT})/(.+)", path)
+        data = self.files.get(named[1]) if named is not None else None
         if data is None:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, content=content)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import tomllib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ from engine.api.model_copies import ModelsApi
 from engine.api.nodes import NodesApi
 from engine.api.session import Session, stream
 from engine.checks.dataset import DataInspection
+from engine.checks.placement import hub_names
 from engine.cluster.discovery import FoundHost, FoundPython, draft_nodes, find_python, hosts_from_names
 from engine.cluster.transport.ssh_config import OWN_KNOWN_HOSTS
 from engine.config.documents import read_text
@@ -26,7 +28,7 @@ from engine.config.draft import draft, find_job, find_yaml, is_beside, write_dra
 from engine.config.load import load_config
 from engine.config.models import Config, FineTuneType
 from engine.config.redraft import redraft
-from engine.errors import spans
+from engine.errors import InputError, spans
 from engine.models import FrozenModel
 from engine.plan.capacity import Capacity
 from engine.protocol.attempt import read_regular, write_atomic
@@ -227,9 +229,15 @@ class SetupApi:
         return await self._checks.data(config, shown=shown)
 
     async def capacities(self, config: Config) -> dict[str, Capacity]:
-        """The largest batch of a rank by method, on the nodes with the least room. Raises InputError where the
-        model cannot be read."""
-        report = await self._launches.capacities(config, None, None, longest=False, largest_batch=True)
+        """The largest batch of a rank by method, on the nodes with the least room; of a model of the Hub also before a
+        launch has brought it there. Raises InputError where the model cannot be read."""
+        ask = functools.partial(self._launches.capacities, config, mac_bytes=None, longest=False, largest_batch=True)
+        try:
+            report = await ask(model=None)
+        except InputError:
+            if (hub := hub_names(config).get("model")) is None:
+                raise
+            report = await ask(model=hub.name)
         rows, least = report.largest_batch or [], dict[str, Capacity]()
         # Adapters of a quantized model are named with a q; beside those of another they are of another model.
         quantized = all(row.method != "lora" for row in rows)

@@ -24,9 +24,10 @@ from engine.checks.obstacles import (
     rows_refused,
     try_rows,
 )
-from engine.checks.placement import push_fix
+from engine.checks.placement import hub_names, push_fix, takes
 from engine.checks.plan_inputs import load_data_report
 from engine.cluster.agent_client import each_of, value_of
+from engine.cluster.copies import copies_of
 from engine.cluster.file_copy import FileCopy
 from engine.cluster.probe_results import (
     ConversionReport,
@@ -308,6 +309,11 @@ async def inspect_data(context: CheckContext, shown: int) -> DataInspection:
     warnings += row_warnings({str(file.path): file.seen.tally for file in present.values()}, job.mlx_lm)
     lengths, rows = dict[str, dict[int, int]](), RowsReport(rows=[])
     model = context.path(node, node.model or job.model) if job.model is not None else ""
+    hub = hub_names(context.config).get("model")
+    absent = hub is not None and takes(context.config, "model", node)
+    if hub and absent and not (await copies_of(context.agent(node), [hub], (), [model])).present:
+        warnings.append(f"{hub} is not on {node.name} yet, so that no tokens are counted: a launch brings it there")
+        model = ""
     if present and model:
         report = await try_rows(context, node, [f"{source}/{name}.jsonl" for name in present])
         warnings += row_warnings(report.tallies, job.mlx_lm)
