@@ -126,7 +126,8 @@ class ModelCopies(ModalScreen[None]):
             if go:
                 self._start("a removal", self._remove(label, node))
 
-        lines = [pair("on", node, 60), pair("frees", size(chosen[1].bytes), 60), pair("back by", f"push {label}", 60)]
+        back = "a launch that pushes it" if label.startswith("hf:pushed/") else f"push {label}"
+        lines = [pair("on", node, 60), pair("frees", size(chosen[1].bytes), 60), pair("back by", back, 60)]
         self.app.push_screen(Confirm(f"remove {label}?", lines, "Remove it", dangerous=True), answered)
 
     def _chosen(self) -> tuple[NodeCopies, NodeCopy] | None:
