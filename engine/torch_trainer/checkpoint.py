@@ -295,27 +295,32 @@ class StateCheckpoints:
             self._reporter.going_on()
 
     def _send(self, folder: Path, entry: FileEntry, source: int, lacking: bool) -> None:
-        """From the disk of rank `source` to those of the ranks that are `lacking`. Every rank takes part to the end;
-        then raises CheckpointError, OSError, where it has failed."""
-        path, digest = folder / entry.name, hashlib.sha256()
-        pieces = broadcast_file(path, entry.stored_bytes, source)
-        try:
-            if lacking:
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                with replacing(path, 0o600) as file:
-                    for data in pieces:
-                        digest.update(data)
-                        file.write(data)
-                    if digest.hexdigest() != entry.sha256:
-                        raise CheckpointError("it has arrived damaged")
-                self._reporter.event("fetched", path=f"{folder.name}/{entry.name}", bytes=entry.stored_bytes)
-        finally:
-            # Whose disk is full, too.
-            for _ in pieces:
-                pass
+        send_file(folder, folder if lacking else None, entry, source)
+        if lacking:
+            self._reporter.event("fetched", path=f"{folder.name}/{entry.name}", bytes=entry.stored_bytes)
 
 
-def broadcast_file(path: Path, size: int, source: int) -> Iterator[bytes]:
+def send_file(folder: Path, target: Path | None, entry: FileEntry, owner: int) -> None:
+    """From rank `owner`'s `folder` to the folder `target` of each rank that has one. Every rank takes part to the end;
+    then raises CheckpointError, OSError, where it has failed."""
+    pieces, digest = _broadcast_file(folder / entry.name, entry.stored_bytes, owner), hashlib.sha256()
+    try:
+        if target is not None:
+            path = target / entry.name
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with replacing(path, 0o600) as file:
+                for data in pieces:
+                    digest.update(data)
+                    file.write(data)
+                if digest.hexdigest() != entry.sha256:
+                    raise CheckpointError("it has arrived damaged")
+    finally:
+        # Whose disk is full, too.
+        for _ in pieces:
+            pass
+
+
+def _broadcast_file(path: Path, size: int, source: int) -> Iterator[bytes]:
     """The content of rank `source`'s file on every rank, piece by piece. Raises CheckpointError, on all of them, where
     it cannot be read."""
     with contextlib.ExitStack() as stack:

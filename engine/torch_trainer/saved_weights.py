@@ -16,10 +16,10 @@ from engine.protocol.attempt import read_regular
 from engine.protocol.job import Job, JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.protocol.task import Task
-from engine.torch_trainer.checkpoint import StateManifest, all_gather_object, broadcast_file, first_failure
+from engine.torch_trainer.checkpoint import StateManifest, all_gather_object, first_failure, send_file
 from engine.torch_trainer.model import TrainedFolder, link, load_model, load_tokenizer
 from engine.torch_trainer.strategies import read_weights
-from engine.training.checkpoint_files import verify_file
+from engine.training.checkpoint_files import FileEntry, verify_file
 from engine.training.process import TrainingProcess
 
 
@@ -78,28 +78,19 @@ class _Part:
     def bring(self, target: Path) -> str:
         """Its files to rank 0's `target`; the layout of the state. Raises JobError, on all ranks."""
         for entry in self.manifest.files:
-            if (failure := first_failure(partial(self._bring, entry.name, entry.stored_bytes, target))) is not None:
+            if (failure := first_failure(partial(self._bring, entry, target))) is not None:
                 raise JobError(f"{entry.name} of the state in {self.folder} cannot be brought to rank 0: {failure}")
         return self.manifest.layout
 
-    def _bring(self, name: str, size: int, target: Path) -> None:
-        leads, path = self.process.rank == 0, target / name
-        if leads:
+    def _bring(self, entry: FileEntry, target: Path) -> None:
+        leads, path = self.process.rank == 0, target / entry.name
+        if self.owner > 0:
+            send_file(self.folder, target if leads else None, entry, self.owner)
+        elif leads:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.unlink(missing_ok=True)
-        if self.owner == 0:
-            if leads:
-                link(str(self.folder / name), str(path))
-            return
-        pieces = broadcast_file(self.folder / name, size, self.owner)
-        try:
-            if leads:
-                with path.open("wb") as file:
-                    file.writelines(pieces)
-        finally:
-            # Where the disk is full, too: the others wait.
-            for _ in pieces:
-                self.process.reporter.going_on()
+            link(str(self.folder / entry.name), str(path))
+        self.process.reporter.going_on()
 
 
 def _write(job: Job, dtype: torch.dtype, folder: Path, layout: str) -> None:
