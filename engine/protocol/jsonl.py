@@ -1,17 +1,17 @@
-"""JSON lines as mlx-lm reads them (tuner/datasets.py): their ends, the rows in them, and the form of a row."""
+"""JSON lines as mlx-lm reads them (tuner/datasets.py): their ends, the rows in them, and a row's form and tokens."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 BLANK = b"\xef\xbb\xbf \t\r\n\v\f"
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _NAMED_KEYS = 6
 NOT_UTF8 = "is not UTF-8"
-THINKING = (
+_THINKING = (
     ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"),
     ("<|think:start|>", "<|think:end|>"),
@@ -59,6 +59,29 @@ def content_of(row: dict[str, Any], form: str | None, keys: Mapping[str, str]) -
         return row[keys["chat" if form == "chat" else "text"]]
     roles = (("user", "prompt"), ("assistant", "completion"))
     return [{"role": role, "content": row[keys[part]]} for role, part in roles]
+
+
+def row_tokeniser(
+    tokenizer: Any, keys: Mapping[str, str], *, mask_prompt: bool
+) -> Callable[[dict[str, Any], str | None], tuple[list[int], int]]:
+    """The tokens of a row, given its form, and the index of the first target, by a tokenizer of transformers: the same
+    as mlx-lm's by its own."""
+    vocabulary = tokenizer.get_vocab()
+    thinking = any(begin in vocabulary and end in vocabulary for begin, end in _THINKING)
+
+    def tokenise(row: dict[str, Any], form: str | None) -> tuple[list[int], int]:
+        content = content_of(row, form, keys)
+        if form == "text":
+            tokens, end = tokenizer.encode(content), [tokenizer.eos_token_id]
+            return tokens if tokens[-1:] == end else tokens + end, 0
+        options = {"tools": row.get("tools"), "return_dict": False, "enable_thinking": thinking}
+        tokens = tokenizer.apply_chat_template(content, **options)
+        if not mask_prompt:
+            return tokens, 0
+        asks = content[-1].get("role") == "assistant"
+        return tokens, len(tokenizer.apply_chat_template(content[:-1], add_generation_prompt=asks, **options))
+
+    return tokenise
 
 
 def fault_of(row: dict[str, Any], form: str | None, keys: Mapping[str, str]) -> str | None:

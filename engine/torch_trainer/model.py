@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from engine.protocol.job import Job, JobError, TorchSettings
-from engine.protocol.jsonl import THINKING, form_of
+from engine.protocol.jsonl import form_of, row_tokeniser
 from engine.training.checkpoint_files import list_files, replace_folder
 from engine.training.data import Batch, RowFormat, Tokens, partly_resumed
 from engine.training.reporting import Files, first_line
@@ -168,40 +168,13 @@ def load_tokenizer(job: Job) -> Any:
 
 
 def row_format(job: Job, tokenizer: Any) -> RowFormat:
-    vocabulary = tokenizer.get_vocab()
-    thinking = any(begin in vocabulary and end in vocabulary for begin, end in THINKING)
-
-    def render(messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> list[int]:
-        tokens: list[int] = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=prompt, return_dict=False, enable_thinking=thinking
-        )
-        return tokens
-
-    def chat(messages: list[dict[str, Any]], tools: Any) -> Tokens:
-        tokens = render(messages, tools)
-        if not job.mask_prompt:
-            return tokens, 0
-        prompt = messages[-1].get("role") == "assistant"
-        return tokens, len(render(messages[:-1], tools, prompt=prompt))
-
-    def tokenise_completion(row: dict[str, Any]) -> Tokens:
-        asked = {"role": "user", "content": row[job.prompt_feature]}
-        return chat([asked, {"role": "assistant", "content": row[job.completion_feature]}], row.get("tools"))
-
-    def tokenise_chat(row: dict[str, Any]) -> Tokens:
-        return chat(row[job.chat_feature], row.get("tools"))
-
-    def tokenise_text(row: dict[str, Any]) -> Tokens:
-        tokens = tokenizer.encode(row[job.text_feature])
-        if tokens[-1] != tokenizer.eos_token_id:
-            tokens.append(tokenizer.eos_token_id)
-        return tokens, 0
+    tokenise = row_tokeniser(tokenizer, job.features, mask_prompt=job.mask_prompt)
 
     def choose(first: dict[str, Any]) -> Callable[[dict[str, Any]], Tokens]:
         form = form_of(first, job.features)
         if form == "text" and job.mask_prompt:
             raise ValueError("Prompt masking not supported for text dataset.")
-        return {"completions": tokenise_completion, "chat": tokenise_chat, "text": tokenise_text}[str(form)]
+        return lambda row: tokenise(row, form)
 
     return choose
 

@@ -21,7 +21,7 @@ from engine.node.probes.dataset import DataRow, count, read_rows
 from engine.node.source_files import DataError
 from engine.node.standard_data import standard_files
 from engine.protocol.attempt import open_regular
-from engine.protocol.jsonl import THINKING, content_of, form_of, is_blank, lines
+from engine.protocol.jsonl import form_of, is_blank, lines, row_tokeniser
 
 _MEASURED = 2_000
 """Most rows per file that are tokenised each: a few seconds."""
@@ -34,7 +34,7 @@ TEXT_MASKED = "mask_prompt = true needs prompt/completion or chat lines, these a
 _KEPT = ("role", "type")
 """Keys whose values a template decides by."""
 Loaded = tuple[Any, Callable[[dict[str, Any]], tuple[list[int], int]]]
-"""The model's tokenizer, and what makes of a row of chat its tokens and the index of the first target."""
+"""The model's tokenizer, and what makes of a row its tokens and the index of the first target."""
 
 
 def outline(value: Any, key: str = "") -> Any:
@@ -60,22 +60,10 @@ def _mlx_lm(model: Path, keys: Mapping[str, Any]) -> Loaded:
 
 
 def _transformers(model: Path, keys: Mapping[str, Any]) -> Loaded:
-    """As engine.torch_trainer.model."""
     load = importlib.import_module("transformers").AutoTokenizer.from_pretrained
     tokenizer = load(str(model), local_files_only=True, trust_remote_code=keys["trust_remote_code"])
-    vocabulary = tokenizer.get_vocab()
-    thinking = any(begin in vocabulary and end in vocabulary for begin, end in THINKING)
-
-    def process(row: dict[str, Any]) -> tuple[list[int], int]:
-        messages = content_of(row, form_of(row, keys), keys)
-        options = {"tools": row.get("tools"), "return_dict": False, "enable_thinking": thinking}
-        tokens = tokenizer.apply_chat_template(messages, **options)
-        if not keys["mask_prompt"]:
-            return tokens, 0
-        asks = messages[-1].get("role") == "assistant"
-        return tokens, len(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=asks, **options))
-
-    return tokenizer, process
+    tokenise = row_tokeniser(tokenizer, keys, mask_prompt=keys["mask_prompt"])
+    return tokenizer, lambda row: tokenise(row, form_of(row, keys))
 
 
 class _Trial:
@@ -243,11 +231,7 @@ def _seen(row: DataRow, loaded: Loaded | None, keys: dict[str, Any]) -> dict[str
         )
         return {"masked": "", "trained": "\n".join(turns) or row.content, "tokens": 0, "targets": 0, "cut": 0}
     tokenizer, process = loaded
-    if row.form == "text":
-        tokens, start = tokenizer.encode(row.content), 0
-        tokens += [tokenizer.eos_token_id] * (tokens[-1:] != [tokenizer.eos_token_id])
-    else:
-        tokens, start = process(row.row)
+    tokens, start = process(row.row)
     kept = tokens[: keys["max_seq_length"]]
     parts = {"masked": tokenizer.decode(kept[:start]), "trained": tokenizer.decode(kept[start:])}
     cut, targets = len(tokens) - len(kept), max(0, len(kept) - max(start, 1))
