@@ -51,6 +51,11 @@ from tui.formatting import (
 from tui.task_results import result_lines, serving_lines
 
 _EVIDENCE_LINES = 8
+_SHOWN = (
+    *("supervised", "activity", "ranks", "diagnosis", "alarms", "given_up", "damage", "verification"),
+    *("trained", "result", "trackers", "samples", "task_results"),
+)
+"""Parts of a snapshot in `show --json`, beside the record."""
 REPORT_KEYS = (
     "iteration",
     "train_loss",
@@ -125,22 +130,9 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     snapshot = engine.runs.watch(directory.id).poll()
     record, written = snapshot.record, engine.runs.listed(directory.id)
     if options.json:
-        more = {
-            "supervised": snapshot.supervised,
-            "activity": snapshot.activity,
-            "ranks": snapshot.ranks,
+        more = {name: getattr(snapshot, name) for name in _SHOWN} | {
             "directory": directory.path,
-            "diagnosis": snapshot.diagnosis,
-            "alarms": snapshot.alarms,
             "attempt_list": snapshot.attempts,
-            "given_up": snapshot.given_up,
-            "damage": snapshot.damage,
-            "verification": snapshot.verification,
-            "trained": snapshot.trained,
-            "result": snapshot.result,
-            "trackers": snapshot.trackers,
-            "samples": snapshot.samples,
-            "task_results": snapshot.task_results,
             "tasks": engine.runs.tasks_of(record.id),
             "tags": written.tags,
             "note": written.note,

@@ -49,9 +49,9 @@ class ModelCopies(ModalScreen[None]):
         Binding("escape,7", "leave", show=False),
         Binding("q", "dismiss(None)", show=False),
         Binding("r", "ask", show=False),
-        Binding("p", "push", show=False),
-        Binding("g", "pull", show=False),
-        Binding("v", "verify", show=False),
+        Binding("p", "change('push')", show=False),
+        Binding("g", "change('pull')", show=False),
+        Binding("v", "change('verify')", show=False),
         Binding("n", "name", show=False),
         Binding("ctrl+k", "remove", show=False),
     ]
@@ -93,18 +93,16 @@ class ModelCopies(ModalScreen[None]):
     def action_ask(self) -> None:
         self._start("the listing", self._list())
 
-    def action_push(self) -> None:
+    def action_change(self, what: str) -> None:
+        """Push, pull or verify the copy under the cursor."""
         if (chosen := self._chosen()) is not None:
-            self._start("a copy", self._push(chosen[1].label))
-
-    def action_pull(self) -> None:
-        if (chosen := self._chosen()) is not None:
-            node, label = chosen[0].node, chosen[1].label
-            self._start("a copy", self._copy(lambda: self._client.engine.models.pull(self._config, label, node)))
-
-    def action_verify(self) -> None:
-        if (chosen := self._chosen()) is not None:
-            self._start("a verification", self._verify(chosen[1].label))
+            node, label, models = chosen[0].node, chosen[1].label, self._client.engine.models
+            if what == "push":
+                self._start("a copy", self._push(label))
+            elif what == "pull":
+                self._start("a copy", self._copy(lambda: models.pull(self._config, label, node)))
+            else:
+                self._start("a verification", self._verify(label))
 
     def action_name(self) -> None:
         if not self._read_only:

@@ -247,6 +247,10 @@ class DeckScreen(Screen[None]):
         if action.group == "logs":
             self.focus_pane("logs")
             self.logs.do(action.id)
+        elif action.group == "chart" and action.id != "export_chart":
+            self.chart.do(action.id)
+            # The grid has the pane to itself.
+            self.query_one(RunPane).refresh_pane()
         elif action.group == "views":
             self._toggle_view(action.id.removeprefix("view_"))
         elif action.id in MOVES:
@@ -344,39 +348,8 @@ class DeckScreen(Screen[None]):
     def run_chart(self) -> Chart:
         return self.query_one(RunPane).chart
 
-    def do_next_metric(self) -> None:
-        self.chart.next_metric()
-
-    def do_metric_grid(self) -> None:
-        self.chart.change(grid=not self.chart.view.grid, page=0)
-        self.query_one(RunPane).refresh_pane()
-
     def on_chart_metrics_read(self, event: Chart.MetricsRead) -> None:
         self._store.change(metrics=event.metrics)
-
-    def do_chart_axis(self) -> None:
-        self.chart.next_axis()
-
-    def do_chart_average(self) -> None:
-        self.chart.change(smooth=not self.chart.view.smooth)
-
-    def do_log_axis(self) -> None:
-        self.chart.change(logarithmic=not self.chart.view.logarithmic)
-
-    def do_zoom_in(self) -> None:
-        self.chart.zoom(0.5)
-
-    def do_zoom_out(self) -> None:
-        self.chart.zoom(2.0)
-
-    def do_pan_left(self) -> None:
-        self.chart.pan(-1)
-
-    def do_pan_right(self) -> None:
-        self.chart.pan(1)
-
-    def do_fit_chart(self) -> None:
-        self.chart.change(span=None, right=None)
 
     def do_open(self) -> None:
         if self.state.run is not None:

@@ -23,37 +23,31 @@ from tui.widgets.text import pair
 _SCROLLBAR = 1
 
 
-class Help(ModalScreen[None]):
-    """Scrolls; any of `?`, `esc`, `q` leaves it."""
+class _Keys(VerticalScroll):
+    """Scrolled by a log's keys, too."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,question_mark,q", "leave", show=False),
-        Binding("j,down", "scroll(1)", show=False),
-        Binding("k,up", "scroll(-1)", show=False),
-        Binding("space,pagedown", "page(1)", show=False),
-        Binding("pageup", "page(-1)", show=False),
+        Binding("j", "scroll_down", show=False),
+        Binding("k", "scroll_up", show=False),
+        Binding("space", "page_down", show=False),
     ]
+
+
+class Help(ModalScreen[None]):
+    """Any of `?`, `esc`, `q` leaves it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,question_mark,q", "dismiss(None)", show=False)]
 
     def __init__(self, state: DeckState) -> None:
         super().__init__()
         self._state = state
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll(id="help") as box:
+        with _Keys(id="help") as box:
             box.border_title = "keys"
             box.border_subtitle = "esc back"
             shown = lines(self._state, text_width(self.app.size.width) - _SCROLLBAR)
             yield Static(Content("\n").join(shown), markup=False)
-
-    def action_leave(self) -> None:
-        self.dismiss(None)
-
-    def action_scroll(self, direction: int) -> None:
-        self.query_one("#help").scroll_relative(y=direction, animate=False)
-
-    def action_page(self, direction: int) -> None:
-        box = self.query_one("#help")
-        box.scroll_relative(y=direction * max(1, box.size.height - 2), animate=False)
 
 
 def lines(state: DeckState, width: int) -> list[Content]:

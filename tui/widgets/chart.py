@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol
@@ -379,6 +379,22 @@ class Chart(Widget):
         """Look at something else, at once."""
         self.view = replace(self.view, **view)  # type: ignore[arg-type]
         self._read()
+
+    def do(self, action: str) -> None:
+        view = self.view
+        actions: dict[str, Callable[[], None]] = {
+            "next_metric": self.next_metric,
+            "metric_grid": lambda: self.change(grid=not view.grid, page=0),
+            "chart_axis": self.next_axis,
+            "chart_average": lambda: self.change(smooth=not view.smooth),
+            "log_axis": lambda: self.change(logarithmic=not view.logarithmic),
+            "zoom_in": lambda: self.zoom(0.5),
+            "zoom_out": lambda: self.zoom(2.0),
+            "pan_left": lambda: self.pan(-1),
+            "pan_right": lambda: self.pan(1),
+            "fit_chart": lambda: self.change(span=None, right=None),
+        }
+        actions[action]()
 
     def next_metric(self) -> None:
         if self.view.grid:

@@ -3,10 +3,11 @@ own; and the description of one. Of ten thousand rows those in sight are laid ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, ClassVar, Final
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -33,24 +34,64 @@ if TYPE_CHECKING:
 _FILTER, _TAGS, _NOTE = "filter", "tags", "note"
 _ORDERS: Final = ("-started", "name", "state", "-took", "-step", "loss", "val", "-speed", "-ranks", "lr")
 """Orders that a key goes through; the first is that of the list itself."""
-_COLUMNS: Final = (
-    Column("", (), 9, optional=True),
-    Column("state", (), 9),
-    Column("run", (), 9),
-    Column("task", (), 8, optional=True),
-    Column("outcome", (), 6, optional=True),
-    Column("name", (), 1),
-    Column("tags", (), 6, optional=True),
-    Column("why it ended", (), 6),
-    Column("where", (), 3),
-    Column("started", (), 5, right=True),
-    Column("took", (), 7, right=True),
-    Column("step", (), 4, right=True),
-    Column("loss", (), 8, right=True),
-    Column("val", (), 7, right=True),
-    Column("speed", (), 2, right=True),
-    Column("ranks", (), 2, right=True),
+
+
+def _seconds(state: DeckState, run: RunRecord) -> float:
+    return ((run.ended_at or state.now) - run.created_at).total_seconds()
+
+
+def _where(run: RunRecord) -> str:
+    return " ".join([f"rank {run.rank}" if run.rank is not None else "", run.host or ""]).strip()
+
+
+def _branch(state: DeckState) -> str:
+    return "`- " if state.glyphs.ascii else "└ "
+
+
+def _figure(value: float | None, text: Callable[[float], str]) -> str:
+    return text(value) if value is not None else ""
+
+
+class _Field(NamedTuple):
+    column: Column
+    text: Callable[[DeckState, RunRecord], str]
+    """Empty where there is nothing."""
+    by: Callable[[DeckState, RunRecord], float] | None = None
+    """The run with the highest has the longest text: of thousands the others are not written."""
+
+
+_FIELDS: Final = (
+    _Field(Column("run", (), 9), lambda state, run: f"{_branch(state) if run.task is not None else ''}{run.id}"),
+    _Field(Column("task", (), 8, optional=True), lambda _, run: run.task or ""),
+    _Field(Column("outcome", (), 6, optional=True), lambda _, run: ", ".join((run.outcome or "").split(", ")[-2:])),
+    _Field(Column("name", (), 1), lambda _, run: run.name),
+    _Field(Column("tags", (), 6, optional=True), lambda _, run: ", ".join(run.tags)),
+    _Field(Column("why it ended", (), 6), lambda _, run: reason_text(run.reason)),
+    _Field(Column("where", (), 3), lambda _, run: _where(run)),
+    _Field(
+        Column("started", (), 5, right=True, reserved=len("59 min ago")),
+        lambda state, run: state.ago(run.created_at),
+        lambda state, run: 0.0,
+    ),
+    _Field(
+        Column("took", (), 7, right=True),
+        lambda state, run: duration(_seconds(state, run)),
+        _seconds,
+    ),
+    _Field(
+        Column("step", (), 4, right=True),
+        lambda _, run: f"{run.iteration or 0:,}/{run.iterations:,}" if run.iterations else "",
+    ),
+    _Field(Column("loss", (), 8, right=True), lambda _, run: _figure(run.train_loss, loss)),
+    _Field(Column("val", (), 7, right=True), lambda _, run: _figure(run.val_loss, loss)),
+    _Field(
+        Column("speed", (), 2, right=True),
+        lambda _, run: _figure(run.tokens_per_second, rate),
+        lambda _, run: run.tokens_per_second or 0.0,
+    ),
+    _Field(Column("ranks", (), 2, right=True), lambda _, run: str(run.world_size), lambda _, run: run.world_size),
 )
+_COLUMNS: Final = (Column("", (), 9, optional=True), Column("state", (), 9), *(field.column for field in _FIELDS))
 
 
 class RunPrompt(FilterBar):
@@ -266,68 +307,21 @@ def grouped(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [record for run in runs if run.source not in tasks for record in (run, *tasks.get(run.id, ()))]
 
 
-def _seconds(state: DeckState, run: RunRecord) -> float:
-    return ((run.ended_at or state.now) - run.created_at).total_seconds()
-
-
-def _where(run: RunRecord) -> str:
-    return " ".join([f"rank {run.rank}" if run.rank is not None else "", run.host or ""]).strip()
-
-
-def _outcome(run: RunRecord) -> str:
-    return ", ".join((run.outcome or "").split(", ")[-2:])
-
-
-def _step(run: RunRecord) -> str:
-    return f"{run.iteration or 0:,}/{run.iterations:,}" if run.iterations else ""
-
-
 def _widest(state: DeckState, runs: Sequence[RunRecord]) -> list[int]:
     """Cells of each column but that of the marks that hold all runs, so that none moves while one scrolls; 0 for one
     with nothing in it."""
-    tasks = any(run.task for run in runs)
-    texts = (
-        [f"x {run.state}" for run in runs],
-        [run.id + "└ " * tasks for run in runs],
-        [run.task or "" for run in runs],
-        [_outcome(run) for run in runs],
-        [run.name for run in runs],
-        [", ".join(run.tags) for run in runs],
-        [reason_text(run.reason) for run in runs],
-        [_where(run) for run in runs],
-        ["59 min ago"],
-        [duration(max((_seconds(state, run) for run in runs), default=0.0))],
-        [_step(run) for run in runs],
-        [loss(run.train_loss) for run in runs],
-        [loss(run.val_loss) for run in runs],
-        [rate(max((run.tokens_per_second or 0.0 for run in runs), default=0.0))],
-        [str(max((run.world_size for run in runs), default=0))],
-    )
-    longest = [max(map(len, column), default=0) for column in texts]
-    return [max(width, len(column.title)) if width else 0 for width, column in zip(longest, _COLUMNS[1:], strict=True)]
+    longest = [max((len(f"x {run.state}") for run in runs), default=0)]
+    for field in _FIELDS:
+        written = [max(runs, key=partial(field.by, state))] if field.by is not None and runs else runs
+        longest.append(max((len(field.text(state, run)) for run in written), default=0))
+    pairs = zip(longest, _COLUMNS[1:], strict=True)
+    return [max(width, len(column.title), column.reserved) if width else 0 for width, column in pairs]
 
 
 def cells(state: DeckState, run: RunRecord, *, marked: bool) -> list[Content]:
     """One row of the list."""
-    none, figure = state.glyphs.none, state.glyphs.known
-    branch = "`- " if state.glyphs.ascii else "└ "
-    texts = (
-        f"{branch if run.task is not None else ''}{run.id}",
-        run.task or "",
-        _outcome(run),
-        run.name,
-        ", ".join(run.tags),
-        reason_text(run.reason) or none,
-        _where(run) or none,
-        state.ago(run.created_at),
-        duration(_seconds(state, run)),
-        _step(run) or none,
-        figure(run.train_loss, loss),
-        figure(run.val_loss, loss),
-        figure(run.tokens_per_second, rate),
-        str(run.world_size),
-    )
     mark = Content.styled("*" if state.glyphs.ascii else "●", "bold $text-accent") if marked else Content("")
+    texts = (field.text(state, run) or ("" if field.column.optional else state.glyphs.none) for field in _FIELDS)
     return [mark, state.glyphs.state(STATES[run.state], run.state), *map(Content, texts)]
 
 
