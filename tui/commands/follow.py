@@ -43,13 +43,10 @@ class Follower:
         self._lines = lines
         self._state: RunState | None = None
         self._checks: dict[str, CheckResult] = {}
-        self._excluded = 0
-        self._failed = 0
         self._recovered = ""
         self._trained_to = -1
-        self._tracker_problems: set[str] = set()
-        self._warned: set[str] = set()
-        self._tested: float | None = None
+        self._printed = set[str]()
+        """Texts that are printed once, whatever comes after them."""
         self._validated: set[int] = set()
         self._marked = Counter[SeriesMark]()
         self._served: ServedRequests | None = None
@@ -73,47 +70,41 @@ class Follower:
             self._restart.check(snapshot)
             time.sleep(POLL_S)
 
+    def _print_once(self, text: str, colour: str | None = None, *, key: str = "") -> None:
+        """`key`: what it is the same by, in place of its text."""
+        if (key or text) not in self._printed:
+            self._printed.add(key or text)
+            self._lines.say(self._lines.ink(text, colour))
+
     def _print(self, snapshot: RunSnapshot) -> None:
         if snapshot.record.state is RunState.PREFLIGHT:
             self._print_state(snapshot.record.state)
         for check in snapshot.checks:
             self._print_check(check)
-        if len(snapshot.record.excluded) > self._excluded:
-            self._excluded = len(snapshot.record.excluded)
-            text = f"left out: {', '.join(snapshot.record.excluded)}; planned again, and checked, for the others"
-            self._lines.say(self._lines.ink(text, "yellow"))
+        if excluded := ", ".join(snapshot.record.excluded):
+            self._print_once(f"left out: {excluded}; planned again, and checked, for the others", "yellow")
         self._print_attempts(snapshot)
         self._print_state(snapshot.record.state)
-        self._print_trackers(snapshot)
+        for tracker in snapshot.trackers:
+            if tracker.problem is not None:
+                self._print_once(f"{tracker.name} is no longer written: {tracker.problem}; the run goes on", "yellow")
         for rank in snapshot.ranks:
             for text in rank.warnings:
-                if text not in self._warned:
-                    self._warned.add(text)
-                    self._lines.say(f"rank {rank.rank}: {self._lines.ink('warning', 'yellow')}: {text}")
+                self._print_once(f"rank {rank.rank}: {self._lines.ink('warning', 'yellow')}: {text}", key=text)
         self._print_progress(snapshot)
         self._print_served(snapshot)
-        if (tested := snapshot.record.test_loss) is not None and tested != self._tested:
-            self._tested = tested
-            self._lines.say(f"test loss {loss(tested)}")
+        if snapshot.record.test_loss is not None:
+            self._print_once(f"test loss {loss(snapshot.record.test_loss)}")
 
     def _print_attempts(self, snapshot: RunSnapshot) -> None:
-        ended = [attempt for attempt in snapshot.attempts if attempt.reason is not None]
-        for attempt in ended[self._failed :]:
-            self._lines.say(
-                self._lines.ink(f"attempt {attempt.number}: {attempt.cause or reason_text(attempt.reason)}", "yellow")
-            )
-        self._failed = max(self._failed, len(ended))
+        for attempt in snapshot.attempts:
+            if attempt.reason is not None:
+                text, key = attempt.cause or reason_text(attempt.reason), f"attempt {attempt.number}"
+                self._print_once(f"{key}: {text}", "yellow", key=key)
         text = recovery_summary(snapshot) or ""
         if text != self._recovered:
             self._recovered = text
             self._lines.say(f"attempt {snapshot.record.attempts} of {snapshot.most_attempts}: {text}")
-
-    def _print_trackers(self, snapshot: RunSnapshot) -> None:
-        for tracker in snapshot.trackers:
-            if tracker.problem is not None and tracker.problem not in self._tracker_problems:
-                self._tracker_problems.add(tracker.problem)
-                text = f"{tracker.name} is no longer written: {tracker.problem}; the run goes on"
-                self._lines.say(self._lines.ink(text, "yellow"))
 
     def _print_state(self, state: RunState) -> None:
         if state is not self._state:
