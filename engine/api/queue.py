@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, time, timedelta
 
@@ -44,12 +45,15 @@ class QueueApi:
         notes = dict[str, object]()
         with contextlib.suppress(OSError):
             notes = json_object(json_or_none(read_regular(self._files.notes)))
-        waits = {item: text or str(notes.get(str(item), "")) for item, text in self.waits(active).items()}
+        attended, why = runner_alive(self._home), ""
+        if not attended and not shutil.disk_usage(self._home).free:
+            why = "the disk is full: nothing starts until there is room"
+        waits = {item: text or str(notes.get(str(item), why)) for item, text in self.waits(active).items()}
         return QueueSnapshot(
             tuple(item for item in items if item.id not in ended),
             waits,
             tuple(run for run in active if run.id not in queued),
-            runner_alive(self._home),
+            attended,
         )
 
     def active(self) -> list[RunRecord]:
