@@ -36,7 +36,6 @@ from engine.errors import FlightDeckError, InputError
 from engine.models import OVERRIDDEN, CheckResult, CheckStatus, NodeFacts, PreflightReport
 from engine.plan.document import PlannedCheck, TrainingPlan
 from engine.plan.planner import make_plan
-from engine.protocol.job import Strategy
 from engine.security.audit import audit_log
 from engine.security.identifiers import safe_repr
 
@@ -154,12 +153,10 @@ def _audit_report(audit: Audit, report: PreflightReport, not_applicable: Collect
             audit(event, result.status.value, {"check": result.name, "summary": result.summary})
 
 
-async def make_training_plan(
-    context: CheckContext, facts: Iterable[NodeFacts], *, strategy: Strategy | None = None
-) -> TrainingPlan:
+async def make_training_plan(context: CheckContext, facts: Iterable[NodeFacts]) -> TrainingPlan:
     """The plan of what would be launched now; `facts` are those of a probe just made."""
     fresh, history = {fact.node: fact for fact in facts}, await cluster_history(context)
-    inputs = await collect_plan_inputs(context, fresh, history, strategy=strategy)
+    inputs = await collect_plan_inputs(context, fresh, history)
     inputs = replace(await with_obstacles(context, inputs), checks=planned_checks(context.config))
     return await asyncio.to_thread(make_plan, inputs)
 
@@ -188,5 +185,6 @@ def plan_with_results(plan: TrainingPlan, report: PreflightReport) -> TrainingPl
     for name, section in ((sync.NAME, "pre_rdma_sync"), (consistency.NAME, "worker_consistency")):
         planned = getattr(plan, section)
         if planned.enabled and (result := results.get(name)) is not None:
-            sections[section] = result.detail or planned.model_copy(update={"reason": result.summary})
+            updates = {"reason": result.summary} if result.detail is None else dict(result.detail)
+            sections[section] = planned.model_copy(update=updates)
     return plan.model_copy(update=sections)
