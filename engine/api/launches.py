@@ -31,7 +31,6 @@ from engine.models import NodeFacts, RunRecord
 from engine.plan.capacity import CapacityReport, capacities
 from engine.plan.document import TrainingPlan
 from engine.protocol.checksums import BASE_MODEL
-from engine.protocol.job import Strategy
 from engine.run.events import TrainingStarted
 from engine.run.journal import read_history
 from engine.run.run_plan import RunPlan, read_plan, write_plan
@@ -53,14 +52,12 @@ class LaunchesApi:
         self._runs = runs
         self._calibrations = calibrations
 
-    async def plan(
-        self, config: Config, *, strategy: Strategy | None = None, facts: Sequence[NodeFacts] | None = None
-    ) -> TrainingPlan:
-        """Plan the configuration's job, with `strategy` in place of its own. Without `facts` the nodes are probed. For
-        a node that does not answer its last facts are used."""
+    async def plan(self, config: Config, *, facts: Sequence[NodeFacts] | None = None) -> TrainingPlan:
+        """Plan the configuration's job. Without `facts` the nodes are probed. For a node that does not answer its last
+        facts are used."""
         async with CheckContext(config, self._session.fleet) as context:
             seen = list(facts) if facts is not None else list((await context.facts()).values())
-            plan = await make_training_plan(context, seen, strategy=strategy)
+            plan = await make_training_plan(context, seen)
         # A state that cannot be written is no reason to withhold the plan.
         with contextlib.suppress(StateError):
             await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, seen)

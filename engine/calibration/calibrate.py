@@ -111,7 +111,7 @@ def connected_as(
 def whole_job_on_each(inputs: PlanInputs) -> PlanInputs:
     """Every node trains the whole model, as `measure_nodes` has it do."""
     job = inputs.config.job.model_copy(update={"strategy": "data", "layer_split": None})
-    return replace(inputs, strategy="data", config=inputs.config.model_copy(update={"job": job}))
+    return replace(inputs, config=inputs.config.model_copy(update={"job": job}))
 
 
 def is_complete(calibration: Calibration) -> bool:

@@ -41,7 +41,6 @@ from engine.plan.memory.shape import ModelShape
 from engine.plan.network import plan_network
 from engine.plan.planner import make_plan
 from engine.plan.shares import divide_batch
-from engine.protocol.job import Strategy
 from engine.protocol.partition import FUSED_SINCE
 from engine.security.paths import default_roots, make_home, validate_path
 from engine.security.redact import REDACTED, is_public
@@ -78,10 +77,10 @@ class ClusterHistory:
 
 
 async def collect_plan_inputs(
-    context: CheckContext, fresh: Mapping[str, NodeFacts], history: ClusterHistory, *, strategy: Strategy | None = None
+    context: CheckContext, fresh: Mapping[str, NodeFacts], history: ClusterHistory
 ) -> PlanInputs:
-    """`fresh` are the facts of a probe just made, `strategy` replaces the job's. The hostfile of the manual launch is
-    written below the fleet's home."""
+    """`fresh` are the facts of a probe just made. The hostfile of the manual launch is written below the fleet's
+    home."""
     config, name, now = context.config, context.config.job.name, datetime.now(UTC)
     problems = {name: facts.problem for name, facts in fresh.items() if facts.problem is not None}
     latest = last_known_facts(config, fresh, history.facts)
@@ -89,7 +88,7 @@ async def collect_plan_inputs(
     cabling = topology([latest[node.name] for node in planned.nodes if node.name in latest])
     network, unwired = None, None
     try:
-        network = plan_network(planned, list(latest.values()), cabling, strategy)
+        network = plan_network(planned, list(latest.values()), cabling)
     except LaunchError as error:
         unwired = str(error)
     report, report_problem = await asyncio.to_thread(load_data_report, config)
@@ -103,7 +102,6 @@ async def collect_plan_inputs(
     redacted = {name: text if is_public(name) else REDACTED for name, text in config.job.env.items()}
     inputs = PlanInputs(
         config=planned,
-        strategy=strategy or config.job.strategy,
         now=now,
         topology=cabling,
         tools=_tools(),
@@ -252,9 +250,8 @@ async def capacity_inputs(context: CheckContext, model: str | None, mac_bytes: i
         configuration = json_or_none(await asyncio.to_thread(read_configuration, model))
     if not isinstance(configuration, dict):
         raise InputError("the model is not known", why=source, todo="name its folder or its config.json: --model")
-    strategy, source = config.job.strategy, model or source
     return PlanInputs(
-        config, strategy, now, cabling, _tools(), seen, network=network, model=configuration, model_source=source
+        config, now, cabling, _tools(), seen, network=network, model=configuration, model_source=model or source
     )
 
 

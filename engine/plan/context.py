@@ -40,8 +40,6 @@ class Tools:
 class PlanInputs:
     config: Config
     """Contains only the nodes that would take part."""
-    strategy: Strategy
-    """The job's strategy, or the one given on the command line."""
     now: datetime
     topology: Topology
     tools: Tools
@@ -111,6 +109,8 @@ def job_iterations(settings: Mapping[str, Any], batches: int | None) -> int | No
 class PlanContext(Rationale, PlanInputs):
     """The inputs, with what several sections derive from them, and the rationale that all sections collect."""
 
+    strategy: Strategy
+    """The job's or, where that is "auto", the plan's; "auto" is a script's own."""
     rows: Sequence[int]
     """Tokens of the training data's rows, as laid out from those measured; empty if unknown."""
     shares: Shares
@@ -264,16 +264,22 @@ def make_context(inputs: PlanInputs) -> PlanContext:
     for warning in shares.warnings:
         rationale.warn("hardware_calibration", warning)
     micro = None
-    if (batch := config.job.mlx_lm.get("batch_size")) is not None and inputs.strategy != "pipeline":
+    if (batch := config.job.mlx_lm.get("batch_size")) is not None and config.job.strategy != "pipeline":
         try:
             micro = shares.micro_batches(int(batch))
         except ValueError as error:
             rationale.refuse("batch_size", str(error))
     throughput = ThroughputPrediction(why_not=(inputs.division and inputs.division.why_not) or why_unused(inputs))
     if throughput.why_not is None:
-        throughput = predict_throughput(config, inputs.calibration, shares, strategy=inputs.strategy)
+        throughput = predict_throughput(config, inputs.calibration, shares)
     return PlanContext(
-        **vars(inputs), **vars(rationale), rows=rows, shares=shares, micro_batches=micro, throughput=throughput
+        **vars(inputs),
+        **vars(rationale),
+        strategy=config.job.strategy,
+        rows=rows,
+        shares=shares,
+        micro_batches=micro,
+        throughput=throughput,
     )
 
 

@@ -114,8 +114,6 @@ class StrategySection(FrozenModel):
     """Sent by a rank other than 0 for an averaging; it gets as many back."""
     averaging_s: float | None = None
     """Duration of an averaging."""
-    launchable: bool
-    not_launchable: str | None = None
 
 
 class SuggestedBatch(FrozenModel):
@@ -557,11 +555,6 @@ class TrainingPlan(FrozenModel):
     @property
     def refused(self) -> bool:
         return bool(self.refusals)
-
-    @property
-    def launchable(self) -> bool:
-        """As it stands, by this release."""
-        return self.strategy.launchable and not self.refused
 
     @property
     def chosen(self) -> dict[str, Any]:

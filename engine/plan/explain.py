@@ -83,7 +83,7 @@ def _strategy(section: StrategySection) -> str:
         text += f", the weights averaged at least every {plural(section.local_steps, 'update')}"
     if section.averaging_bytes is not None:
         text += f" ({section.averaging_bytes / 1e6:,.2f} MB each way)"
-    return text if section.launchable else f"{text}; {section.not_launchable}"
+    return text
 
 
 def _batch(section: BatchSection) -> str:

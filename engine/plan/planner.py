@@ -151,9 +151,7 @@ def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
         context = replace(context, strategy=AUTO if scripts_own else needed.chosen.strategy)
     not_validating = without_validation(context, needed)
     return document.TrainingPlan(
-        strategy=strategy_section(
-            context, needed.split, needed.trained, automatic=AUTO in (inputs.strategy, context.strategy)
-        ),
+        strategy=strategy_section(context, needed.split, needed.trained),
         batch_configuration=batch_section(context, needed.largest_batch),
         distributed_config=distributed_section(context),
         rdma_config=rdma_section(context),

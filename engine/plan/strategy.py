@@ -43,29 +43,21 @@ _APPROACH = {
 }
 
 
-def strategy_section(
-    context: PlanContext, split: LayerSplit | None, trained: int | None, *, automatic: bool = False
-) -> StrategySection:
+def strategy_section(context: PlanContext, split: LayerSplit | None, trained: int | None) -> StrategySection:
     """`split` is None unless the strategy is a pipeline whose layers could be split. `trained` parameters, None if
-    unknown. `automatic`: the plan has chosen the strategy."""
+    unknown."""
     name = context.strategy
     hosts = [node.ssh for node in context.config.nodes]
     per_host = {hosts.count(host) for host in hosts}
-    shown, source = str(name), Source.USER
-    origin = "set by --strategy" if name != context.job.strategy else "set by the job, or its default"
+    shown, source, origin = str(name), Source.USER, "set by the job, or its default"
     if name == AUTO:
         shown, origin = "the script's own", "see settings"
-    elif automatic:
+    elif context.job.strategy == AUTO:
         source, origin = Source.RULE, 'strategy = "auto", by the memory of the ranks: see settings.strategy'
     context.explain("strategy.parallelism", source, f"{shown}: {origin}")
     ranks = f"one process for each rank: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
     of_mac = "; one process drives the GPU of a Mac" if context.platform == "apple" else ""
     context.explain("strategy.world_size", Source.USER, f"{ranks}{of_mac}")
-    not_launchable = None
-    if name != context.job.strategy and not automatic:
-        configured = f"the job uses strategy {context.job.strategy}"
-        not_launchable = f'{configured}: set [job] strategy = "{name}" to launch this one'
-        context.explain("strategy.launchable", Source.USER, not_launchable)
     _refuse_impossible(context)
     return StrategySection(
         approach=_APPROACH[name],
@@ -77,8 +69,6 @@ def strategy_section(
         world_size=context.ranks,
         **(_pipelining(context) if name == "pipeline" and context.settings else {}),
         **(_averaging(context, trained) if name == "local" and context.settings else {}),
-        launchable=not_launchable is None,
-        not_launchable=not_launchable,
     )
 
 

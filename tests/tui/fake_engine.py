@@ -54,7 +54,6 @@ from engine.plan.document import Launching, TrainingPlan
 from engine.plan.network import NetworkPlan, plan_network
 from engine.plan.planner import make_plan
 from engine.plan.prediction import Prediction, predict
-from engine.protocol.job import Strategy
 from engine.publish.targets import Publication
 from engine.run.compare import Cell, Comparison, Difference, SpeedReasons
 from engine.run.logs.mirror import Mirror
@@ -799,15 +798,12 @@ class FakeEngine:
     def network_plan(self, config: Config, facts: Sequence[NodeFacts]) -> NetworkPlan:
         return plan_network(config, facts, topology(facts))
 
-    async def plan(
-        self, config: Config, *, strategy: Strategy | None = None, facts: Sequence[NodeFacts] | None = None
-    ) -> TrainingPlan:
+    async def plan(self, config: Config, *, facts: Sequence[NodeFacts] | None = None) -> TrainingPlan:
         seen = {fact.node: fact for fact in facts or () if fact.problem is None}
         problems = {fact.node: fact.problem for fact in facts or () if fact.problem is not None}
         return make_plan(
             PlanInputs(
                 config=config.model_copy(update={"job": whole_job(config.job)}),
-                strategy=strategy or config.job.strategy,
                 now=NOW,
                 topology=topology(list(seen.values())),
                 tools=Tools(python="/opt/mlx/bin/python", flightdeck="flightdeck"),

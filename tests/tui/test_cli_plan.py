@@ -74,19 +74,16 @@ def test_as_json_it_is_one_document(home: Path, studio: Path) -> None:
     assert "version" not in older and len(older) == 7
 
 
-def test_another_strategy_can_be_asked_about_and_is_not_claimed_to_launch(home: Path, studio: Path) -> None:
+def test_another_strategy_is_planned_as_if_the_job_said_so(home: Path, studio: Path) -> None:
     done = plan(home, studio, "--json", "--strategy", "pipeline")
     document = json.loads(done.out)
-    assert (done.code, document["refusals"]) == (1, [])
-    assert document["strategy"]["layer_split"] == "0-2,2-4"
-    assert document["strategy"]["launchable"] is False
-    assert '[job] strategy = "pipeline" to launch this one' in document["strategy"]["not_launchable"]
+    assert (done.code, document["refusals"]) == (0, [])
+    assert (document["strategy"]["parallelism"], document["strategy"]["layer_split"]) == ("pipeline", "0-2,2-4")
 
 
 def test_a_pipelines_layers_can_be_given(home: Path, studio: Path) -> None:
     document = json.loads(plan(home, studio, "--json", "--layer-split", "0-1,1-4").out)
     assert (document["strategy"]["parallelism"], document["strategy"]["layer_split"]) == ("pipeline", "0-1,1-4")
-    assert document["strategy"]["launchable"] is True
     done = plan(home, studio, "--layer-split", "0-1,1-3")
     assert done.code == 1 and "ends at layer 3, and the model has 4" in done.err + done.out
     for arguments, text in (

@@ -26,8 +26,8 @@ from tui.formatting import NOT_MEASURED, table
 
 
 def plan(options: argparse.Namespace, engine: Engine) -> int:
-    """Make the plan; 1 when it could not be launched as it stands, or not by this release. With --apply, 0 when the
-    suggestion was written: it is another job's plan that counts then."""
+    """Make the plan; 1 when it could not be launched as it stands. With --apply, 0 when the suggestion was written: it
+    is another job's plan that counts then."""
     if options.longest or options.largest_batch:
         return _capacity(options, engine)
     if options.model or options.memory:
@@ -35,14 +35,11 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
     configs = [accepted(config, options, engine) for config in engine.load_grid(config_file(options), options.set)]
     if len(configs) > 1:
         return _grid(options, engine, configs)
-    (config,) = configs
-    strategy = options.strategy
-    if options.layer_split is not None:
-        config = with_strategy(config, strategy, options.layer_split)
+    config = with_strategy(configs[0], options.strategy, options.layer_split)
 
     async def make() -> TrainingPlan:
         async with engine:
-            return await engine.launches.plan(config, strategy=strategy)
+            return await engine.launches.plan(config)
 
     made = asyncio.run(make())
     written = _write(made, Path(options.write).expanduser()) if options.write is not None else []
@@ -61,7 +58,7 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
         for line in written:
             lines.say(f"  {line}")
         return ExitCode.OK
-    return ExitCode.OK if made.launchable else ExitCode.FAILED
+    return ExitCode.FAILED if made.refused else ExitCode.OK
 
 
 def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]) -> int:
@@ -83,7 +80,7 @@ def _grid(options: argparse.Namespace, engine: Engine, configs: Sequence[Config]
             rows, refused = dict(summary(made)), [f"{refusal.name}: {refusal.text}" for refusal in made.refusals]
             texts = refused or [f"{label} {rows[label]}" for label in ("memory", "throughput") if label in rows]
             Lines().wrap(f"{made.job:<{width}}", "; ".join(texts), width)
-    return ExitCode.OK if all(made.launchable for made in plans) else ExitCode.FAILED
+    return ExitCode.FAILED if any(made.refused for made in plans) else ExitCode.OK
 
 
 def _capacity(options: argparse.Namespace, engine: Engine) -> int:
@@ -175,7 +172,7 @@ def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:
     for warning in made.warnings:
         lines.wrap(f"{lines.word('warn')} {warning.name}: ", warning.text, 2)
     _say_refusals(lines, made)
-    if not made.refusals and made.strategy.launchable:
+    if not made.refused:
         lines.say(lines.ink("flightdeck launch launches it; --explain says why, --json is the document", "dim"))
 
 

@@ -85,6 +85,7 @@ def inputs(nodes: list[NodeFacts], *, settings: Mapping[str, Any] | None = None,
         "fine_tune_type": keys.get("fine_tune_type", "lora"),
         "mlx_lm": with_defaults(keys),
         "given": tuple(sorted(keys)),
+        "strategy": more.pop("strategy", "data"),
         **more.pop("job", {}),
     }
     config = Config(
@@ -97,12 +98,11 @@ def inputs(nodes: list[NodeFacts], *, settings: Mapping[str, Any] | None = None,
     joined = topology(nodes)
     given: dict[str, Any] = {
         "config": config,
-        "strategy": "data",
         "now": NOW,
         "topology": joined,
         "tools": Tools(python="/venv/bin/python", flightdeck="flightdeck"),
         "facts": {fact.node: fact for fact in nodes},
-        "network": plan_network(config, nodes, joined, more.get("strategy")),
+        "network": plan_network(config, nodes, joined),
         "model": QWEN3_4B,
         "model_source": "config.json on ultra",
         "examples": 10_000,

@@ -99,8 +99,8 @@ def test_the_arithmetic_is_closed(drawn: PlanInputs) -> None:
     assert batch.total_batch_size is not None
     batch_size = job.get("batch_size", batch.total_batch_size // batch.gradient_accumulation_steps)
     refused = "strategy" in names(plan, "refusals")
-    assert refused == (ranks == 1 and drawn.strategy in ("pipeline", "local"))
-    if drawn.strategy == "pipeline":
+    assert refused == (ranks == 1 and drawn.config.job.strategy in ("pipeline", "local"))
+    if drawn.config.job.strategy == "pipeline":
         assert batch.micro_batch is None, "every stage sees all of it"
         assert 1 <= (plan.strategy.pipeline_micro_batches or 0) <= batch_size
     elif batch.micro_batch is None:
@@ -120,7 +120,8 @@ def test_the_arithmetic_is_closed(drawn: PlanInputs) -> None:
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(plan_inputs())
 def test_a_pipelines_split_covers_all_layers_and_the_weaker_never_has_more(drawn: PlanInputs) -> None:
-    plan = make_plan(replace(drawn, strategy="pipeline"))
+    job = drawn.config.job.model_copy(update={"strategy": "pipeline"})
+    plan = make_plan(replace(drawn, config=drawn.config.model_copy(update={"job": job})))
     if plan.strategy.layer_split is None:
         assert drawn.model is None or "layer_split" in names(plan, "refusals")
         return
@@ -256,15 +257,14 @@ def test_the_older_document_has_the_first_seven_sections_alone() -> None:
 def test_the_known_split_over_an_ultra_and_a_max() -> None:
     plan = make_plan(inputs(ultra_and_max()[::-1], settings={"fine_tune_type": "full"}, strategy="pipeline"))
     assert plan.strategy.layer_split == "0-8,8-36"
-    assert not plan.strategy.launchable and 'strategy = "pipeline"' in (plan.strategy.not_launchable or "")
     assert plan.distributed_config.mlx_launch_command is None
 
 
 def test_a_pipelines_layers_are_the_jobs_where_it_says_them() -> None:
     config = inputs(ultra_and_max(), settings={"fine_tune_type": "full"}, strategy="pipeline")
-    job = config.config.job.model_copy(update={"strategy": "pipeline", "layer_split": "0-20,20-36"})
+    job = config.config.job.model_copy(update={"layer_split": "0-20,20-36"})
     plan = make_plan(replace(config, config=config.config.model_copy(update={"job": job})))
-    assert plan.strategy.layer_split == "0-20,20-36" and plan.strategy.launchable
+    assert plan.strategy.layer_split == "0-20,20-36"
     assert isinstance(plan.memory, MemorySection)
     first, last = plan.memory.ranks
     assert first.activations_bytes and last.activations_bytes and first.activations_bytes > last.activations_bytes
@@ -472,7 +472,7 @@ def test_local_says_what_it_is_and_what_it_costs() -> None:
     assert isinstance(plan.memory, MemorySection)
     trained = plan.memory.trainable_parameters
     assert (section.local_steps, section.averaging_bytes) == (32, -(-trained * 9 // 16))
-    assert "another algorithm" in section.approach and section.launchable and not plan.refused
+    assert "another algorithm" in section.approach and not plan.refused
     assert reasons["strategy.local_steps"].source is Source.USER
     # In 1000 iterations 31 for local_steps, and 20 for saves, of which that after 800 is the same.
     assert "one for 20 updates in the mean" in reasons["strategy.local_steps"].reason
@@ -598,7 +598,7 @@ def test_measured_nodes_share_by_what_they_do_and_the_throughput_follows() -> No
 def test_a_calibration_of_one_strategy_predicts_no_other(strategy: Strategy) -> None:
     taken = calibration({"ultra": 3, "max": 1})
     plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": 8}, calibration=taken, strategy=strategy))
-    assert plan.performance_targets.throughput is None and not plan.strategy.launchable
+    assert plan.performance_targets.throughput is None
 
 
 def test_nodes_of_like_speed_share_equally() -> None:

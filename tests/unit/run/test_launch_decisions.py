@@ -208,7 +208,6 @@ async def test_other_nodes_are_decided_anew_with_the_settings_of_the_run(launche
     job = launches.plan.config.job.model_copy(update={"strategy": "data"})
     launches.plan = launches.plan.model_copy(update={"config": launches.plan.config.model_copy(update={"job": job})})
     launches.run.plan = launches.plan
-    launches.planned = replace(launches.planned, strategy="data")
     launches.failed().run.state("finishing", "failed")
     launches.run.append(NodesExcluded(nodes=("node0",), why="it differs", world_size=1))
     await launches.supervise(resume=True)

@@ -40,7 +40,7 @@ def infiniband(host: str, ranks: int, gpu: str, number: int) -> list[NodeFacts]:
 def torch_inputs(nodes: Sequence[NodeFacts], settings: Mapping[str, Any] | None = None, **more: Any) -> PlanInputs:
     """`more`: fields of PlanInputs, or of the job (`job`) or the configuration (`config`)."""
     job = {"framework": "torch", "strategy": "auto", **more.pop("job", {})}
-    return inputs(list(nodes), settings=settings, job=job, strategy=job["strategy"], **more)
+    return inputs(list(nodes), settings=settings, job=job, **more)
 
 
 def plan(nodes: Sequence[NodeFacts], settings: Mapping[str, Any] | None = None, **more: Any) -> TrainingPlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +9,10 @@ import pytest
 from engine.job.traits import TORCH
 from engine.models import NvidiaGpu
 from engine.plan.document import ChosenTorchSettings, Disabled, MemorySection, NoCalibrationSection, TrainingPlan
-from engine.plan.planner import make_plan
 from engine.plan.torch.strategy import choose_precision, generation_of
 from engine.protocol.task import Task
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B, QWEN3_32B
-from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section, torch_inputs
+from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section
 
 A100 = "NVIDIA A100-SXM4-80GB"
 
@@ -104,7 +102,7 @@ def test_what_fits_is_chosen(nodes: Any, settings: Any, model: Any, expected: tu
     own = chosen(made)
     how = {"fsdp": f"fsdp {own.sharding}", "deepspeed": f"deepspeed {own.zero_stage}"}.get(own.strategy, own.strategy)
     assert (how, own.offload, own.precision) == expected
-    assert not made.refused and made.strategy.launchable
+    assert not made.refused
     assert made.strategy.parallelism == own.strategy
     assert isinstance(made.memory, MemorySection) and all(rank.fits for rank in made.memory.ranks)
     listed = section(made).candidates
@@ -226,12 +224,6 @@ def test_weights_that_mlx_has_quantized_are_refused() -> None:
     packed = QWEN3_4B | {"quantization": {"bits": 4, "group_size": 64}}
     made = plan(box("h", 8, "NVIDIA H100 80GB HBM3"), {"batch_size": 8}, model=packed)
     assert [each.name for each in made.refusals] == ["model"]
-
-
-def test_another_strategy_on_the_command_line_is_planned_and_not_launched() -> None:
-    made = make_plan(replace(torch_inputs(box("127.0.0.1", 2), {"batch_size": 4}, model=TINY), strategy="fsdp"))
-    assert (chosen(made).strategy, made.strategy.parallelism, made.strategy.launchable) == ("fsdp", "fsdp", False)
-    assert 'set [job] strategy = "fsdp"' in (made.strategy.not_launchable or "")
 
 
 def test_shares_are_equal_and_nobody_is_sent_to_calibrate() -> None:
