@@ -83,6 +83,8 @@ class StrategyTraits:
     packages: tuple[str, ...] = ()
     """Beside the framework's."""
     least_ranks: int = 1
+    divides_batch: bool = True
+    """A rank computes its own sequences of a batch, and not all of them."""
 
 
 _NO_REPLICAS = "the state is partitioned, so there are no replicas to compare"
@@ -92,7 +94,7 @@ STRATEGY_TRAITS: Final = {
     for traits in (
         StrategyTraits("data"),
         StrategyTraits("sharded", True, _NO_REPLICAS),
-        StrategyTraits("pipeline", True, _NO_REPLICAS, least_ranks=2),
+        StrategyTraits("pipeline", True, _NO_REPLICAS, least_ranks=2, divides_batch=False),
         StrategyTraits("local", uncompared="the ranks' weights differ between averagings"),
         StrategyTraits("auto", uncompared=_NO_CHECKSUMS),
         StrategyTraits("ddp", uncompared=_NO_CHECKSUMS),

@@ -264,7 +264,7 @@ def make_context(inputs: PlanInputs) -> PlanContext:
     for warning in shares.warnings:
         rationale.warn("hardware_calibration", warning)
     micro = None
-    if (batch := config.job.mlx_lm.get("batch_size")) is not None and config.job.strategy != "pipeline":
+    if (batch := config.job.mlx_lm.get("batch_size")) is not None and config.job.kind.strategy.divides_batch:
         try:
             micro = shares.micro_batches(int(batch))
         except ValueError as error:
