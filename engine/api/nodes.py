@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from engine.api.session import Session, named_nodes
 from engine.cluster.agent_client import THIS_MACHINE
-from engine.cluster.discovery import FoundHost, FoundPython, discover, find_pythons
+from engine.cluster.discovery import FoundHost, FoundPython, discover, find_python
 from engine.cluster.facts import probe_as_completed
 from engine.cluster.telemetry import telemetry
 from engine.cluster.topology import topology
@@ -110,8 +110,10 @@ class NodesApi:
         return await discover(ssh_config=ssh_config, bonjour=bonjour)
 
     async def find_pythons(self, hosts: Sequence[str]) -> list[FoundPython]:
-        """On each `[user@]host[:port]` a python with mlx and mlx-lm, or why there is none."""
-        return await find_pythons(hosts, self._home)
+        """On each `[user@]host[:port]` a python with mlx and mlx-lm, or why there is none. Raises InputError for no
+        host."""
+        transports = [self._session.fleet.reach(host) for host in hosts]
+        return await asyncio.gather(*map(find_python, transports))
 
     async def accept_host_key(self, offer: HostKeyOffer) -> None:
         """Accept the host key that a person has compared. Raises HostKeyChanged when the node shows another one by now,

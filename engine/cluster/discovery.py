@@ -16,7 +16,6 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from engine.cluster.transport.base import Completed, Transport
-from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.ssh_config import SshHost, ssh_hosts
 from engine.config.draft import DraftNode, checked_host, unique_names
 from engine.config.formats import host_form
@@ -324,14 +323,6 @@ async def find_python(transport: Transport) -> FoundPython:
     if done.code is None:
         return FoundPython(problem=f"no answer within {FIND_PYTHON_LIMIT_S:g} s")
     return parse_find_python(done)
-
-
-async def find_pythons(hosts: Sequence[str], home: Path) -> list[FoundPython]:
-    """`find_python` on all of them at once, in their order. `home` is the state directory, with its known_hosts.
-    Raises InputError for what is no host."""
-    async with Fleet(home) as fleet:
-        transports = [fleet.reach(host) for host in hosts]
-        return await asyncio.gather(*map(find_python, transports))
 
 
 def parse_find_python(done: Completed) -> FoundPython:
