@@ -560,8 +560,8 @@ class TrainingPlan(FrozenModel):
     def chosen(self) -> dict[str, Any]:
         """The values that it gives to keys, as --set names them, for which a configuration says "auto" or nothing."""
         settings = {} if isinstance(self.settings, Disabled) else self.settings.model_dump()
-        strategy = {"layer_split": self.strategy.layer_split, "cluster.backend": self.rdma_config.backend}
-        return {**settings, **strategy}
+        backend = self.rdma_config.backend if self.strategy.total_gpus > 1 else None
+        return {**settings, "layer_split": self.strategy.layer_split, "cluster.backend": backend}
 
     def document(self, form: Literal["v1", "v2"] = "v2") -> dict[str, Any]:
         """JSON values; "v1" has only the first seven sections and no version."""

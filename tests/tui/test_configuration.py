@@ -102,6 +102,8 @@ def test_the_command_prints_each_value_with_its_source(home: Path, file: Path) -
     assert (rows["iters"], rows["seed"]) == (["50", "flightdeck.toml:5"], ["3", "--set"])
     document: dict[str, Any] = json.loads(flightdeck(home, "config", "--json", "--all", cwd=file.parent).out)
     assert {"key": "recovery.max_restarts", "value": 3, "source": "default"} in document["values"]
+    planned = flightdeck(home, "config", "--plan", "--accept", cwd=file.parent)
+    assert ["moments", '"float32"', "the", "plan"] in [line.split() for line in planned.out.splitlines()], planned
     assert flightdeck(home, "config", "--set", "seed=1,2", cwd=file.parent).code == 2
     assert flightdeck(home, "resume", "last", "--set", "seed=1", cwd=file.parent).code == 2
     assert json.loads(flightdeck(home, "config", "--schema").out)["title"] == "flightdeck.toml"
