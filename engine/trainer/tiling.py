@@ -14,6 +14,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRALinear
 
 from engine.protocol.partition import Fusing, fuses_attention, fusing_device
 from engine.trainer.weights import on_cuda
@@ -21,6 +23,7 @@ from engine.trainer.weights import on_cuda
 _MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "mlp_block", "moe", "mixer")
 """Names in mlx-lm's layers of what computes each token by itself, where it takes one argument; what takes more is
 attention or a recurrence."""
+_LINEAR = (nn.Linear, LoRALinear, DoRALinear)
 Compute = Callable[[mx.array, Sequence[mx.array], int], mx.array]
 """Takes a tile, what all tiles share, and the number of rows before the tile."""
 _attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
@@ -34,8 +37,16 @@ def tile_layers(layers: Iterable[nn.Module], tokens: int) -> None:
                 continue
             if len(inspect.signature(part.__call__).parameters) > 1:
                 replace_call(part, _attending(tokens, _fusing_device()))
+                _tile_projections(part, tokens)
             elif name in _MLPS:
-                replace_call(part, _tiled_mlp(tokens, [name for name, _ in tree_flatten(part.trainable_parameters())]))
+                replace_call(part, _tiled(tokens, part))
+
+
+def _tile_projections(part: nn.Module, tokens: int) -> None:
+    """For their gradients alone: a product over all tokens adds one rounding after the other, a sum over tiles few."""
+    for projection in part.children().values():
+        if isinstance(projection, _LINEAR) and tree_flatten(projection.trainable_parameters()):
+            replace_call(projection, _tiled(tokens, projection))
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -94,8 +105,9 @@ def _attending(tokens: int, device: Fusing) -> Callable[..., Any]:
     return call
 
 
-def _tiled_mlp(tokens: int, trained: list[str]) -> Callable[..., mx.array]:
-    """`trained`: its parameters that are, by name."""
+def _tiled(tokens: int, part: nn.Module) -> Callable[..., mx.array]:
+    """The call of `part`, which computes each token by itself."""
+    trained = [name for name, _ in tree_flatten(part.trainable_parameters())]
 
     def call(module: nn.Module, rows: mx.array) -> mx.array:
         whole: Callable[[mx.array], mx.array] = super(type(module), module).__call__

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
@@ -156,6 +157,25 @@ def test_the_peak_is_that_of_a_few_tiles() -> None:
     attend = [lambda rows, model=model: model.layers[0].self_attn(rows, "causal") for model in (tiled, whole)]
     assert peak(attend[0], rows) < 0.4 * peak(attend[1], rows)
     assert peak(tiled.layers[0].mlp, rows) < 0.4 * peak(whole.layers[0].mlp, rows)
+
+
+@pytest.mark.parametrize("training", ["full", "lora"])
+def test_a_projections_gradient_over_many_tokens_is_nearer_to_that_of_float64_in_tiles(training: str) -> None:
+    rows, cotangent = mx.random.normal((1, 20_000, 32)), mx.random.normal((1, 20_000, 1))
+
+    def gradient(tile: int | None, number: mx.Dtype) -> np.ndarray:
+        model = made("llama", training, layer_types=None)
+        model.set_dtype(number)
+        if tile is not None:
+            tile_layers(model.layers, tile)
+        projection = model.layers[-1].self_attn.v_proj
+        weighted = lambda module: (module(rows.astype(number)) * cotangent.astype(number)).sum()  # noqa: E731
+        gradients = dict(tree_flatten(nn.value_and_grad(projection, weighted)(projection)[1]))
+        return np.concatenate([np.array(value, np.float64).ravel() for value in gradients.values()])
+
+    exact, whole, tiled = gradient(None, mx.float64), gradient(None, mx.float32), gradient(512, mx.float32)
+    whole_error, tiled_error = (np.linalg.norm(some - exact) / np.linalg.norm(exact) for some in (whole, tiled))
+    assert tiled_error < 5e-7 and tiled_error < 0.5 * whole_error, (tiled_error, whole_error)
 
 
 @pytest.mark.parametrize("strategy", ["data", "local"])

@@ -67,7 +67,7 @@ def test_what_is_estimated_in_tiles_of_tokens_is_what_the_trainer_computes_so(co
     model, shape = built(config), ModelShape.from_config(config)
     tiling = importlib.import_module("engine.trainer.tiling")
     tiling.tile_layers(model.layers, 4)
-    mlp = tiling._tiled_mlp(4, []).__qualname__
+    mlp = tiling._tiled(4, nn.Linear(1, 1)).__qualname__
     for layer, real in zip(shape.architecture.layers, model.layers, strict=True):
         names = {matrix.name.split(".")[0] for part in layer.sublayers if part.by_token for matrix in part.matrices}
         calls = {name: vars(type(part)).get("__call__") for name, part in real.children().items()}
