@@ -83,19 +83,15 @@ def batch_section(context: PlanContext, fits: int | None) -> BatchSection:
     )
 
 
-def _budget(context: PlanContext, sequences: int, fits: int | None) -> int:
-    longest = int(context.settings["max_seq_length"])
-    room = None if fits is None else fits * longest * context.ranks
-    return suggested_budget(context.rows or [longest], sequences, room)
-
-
 def _padding(context: PlanContext, fits: int | None) -> PaddingSection | None:
     rows, settings = context.rows, context.settings
     longest, sequences = int(settings["max_seq_length"]), int(settings["batch_size"])
     if (now := context.shapes) is None:
         context.explain(_KEY + "padding", Source.UNKNOWN, "no node has tokenised rows of the training data")
         return None
-    budget = _budget(context, sequences, fits)
+    budget = context.budget or suggested_budget(rows, sequences, longest)
+    if fits is not None:
+        budget = max(1, min(budget, fits * longest * context.ranks))
     measured = f"the lengths of {sum(context.lengths.values()):,} rows, which a node has tokenised: an estimate"
     context.explain(_KEY + "padding", Source.FACT, measured)
     return PaddingSection(

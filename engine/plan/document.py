@@ -182,7 +182,7 @@ class PaddingSection(FrozenModel):
     sequences_per_batch: float
     """The mean."""
     suggested_batch_tokens: int
-    """In place of a batch of as many sequences; at most what fits."""
+    """The job's own, or in its place the one with as many updates; at most what fits."""
     suggested_real_share: float
 
 

@@ -4,6 +4,7 @@ trainer's own arithmetic."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +13,7 @@ from engine.protocol.partition import budget_edges, input_width
 
 _ROWS = 20_000
 """Most rows that are laid out into batches."""
-_STEP = 256
+_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,14 @@ def shapes(rows: Sequence[int], max_length: int, *, sequences: int = 1, budget: 
     return BatchShapes(len(rows) / len(sizes), max(sizes, key=math.prod), real)
 
 
-def suggested_budget(rows: Sequence[int], sequences: int, most: int | None) -> int:
-    """Inputs of a batch in place of one of so many `sequences`: as many as that has in the mean, or a quarter of the
-    largest, so that a tail of long rows neither makes steps tiny nor takes half of its memory; at most as many as there
-    is room for (`most`)."""
-    wanted = max(sequences * sum(rows) / len(rows), min(sequences, len(rows)) * rows[0] / 4)
-    wanted = _STEP * math.ceil(wanted / _STEP)
-    return wanted if most is None else max(1, min(wanted, most))
+def suggested_budget(rows: Sequence[int], sequences: int, max_length: int) -> int:
+    """Inputs of a batch in place of one of so many `sequences`: the fewest with which an epoch has no more batches, and
+    so as many updates, each of as many sequences in the mean. `rows`: as laid out, at least one."""
+    batches, most = math.ceil(len(rows) / sequences), sequences * input_width(rows[0], max_length)
+
+    def enough(budget: int) -> bool:
+        return len(budget_edges(rows, budget, max_length)) - 1 <= batches
+
+    # The more inputs, the fewer batches.
+    budgets = range(_STEP, most + _STEP, _STEP)
+    return budgets[bisect_left(budgets, True, key=enough)]

@@ -99,10 +99,10 @@ def share_slice(length: int, counts: Sequence[int], rank: int) -> slice:
 
 
 def padded_width(length: int) -> int:
-    """The width to which a sequence of `length` tokens, 1 or more, is padded: the next multiple of 8 up to 256, then of
-    1/16 of the power of two below, so that from 112 tokens at most 6.25 % is added. mx.compile keeps a variant for each
-    width, and never drops one: up to 32,768 tokens there are 144."""
-    step = max(8, (1 << (length - 1).bit_length()) // 32)
+    """The width to which a sequence of `length` tokens, 1 or more, is padded: the next multiple of 4 up to 128, then of
+    1/16 of the power of two below, so that from 48 tokens at most 6.25 % is added. mx.compile keeps a variant for each
+    width, and never drops one: up to 32,768 tokens there are 160."""
+    step = max(4, (1 << (length - 1).bit_length()) // 32)
     return -(-length // step) * step
 
 

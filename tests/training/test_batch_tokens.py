@@ -103,7 +103,7 @@ def test_a_rank_without_rows_takes_part_with_none(tiny: Tiny, tail: Path, tmp_pa
     made = make_job(tiny, tmp_path, data=str(tail), batch_tokens=BUDGET, max_seq_length=400)
     loaders = [DataLoader(split, made, [1.0, 1.0, 2.0], rank, None) for rank in range(3)]  # type: ignore[arg-type]
     sampler, empty, longest = split.sampler(1, made.seed), 0, [0, 0, 0]
-    for position in range(sampler.batches_per_epoch):
+    for position in range(3 * sampler.batches_per_epoch):
         batches = [loader.batch(position) for loader in loaders]
         whole = split.batch(sampler.batch(position))
         assert sum(batch.targets for batch in batches) == whole.targets

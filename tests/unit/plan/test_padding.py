@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +45,15 @@ def test_rows_are_laid_out_in_the_proportions_of_those_measured(
         assert len(rows) == sum(lengths.values())
     found = shapes(rows, 2_048, budget=budget)
     assert 0 <= found.real <= 1 and (found.largest[0] == 1 or found.largest[0] * found.largest[1] <= budget)
-    assert suggested_budget(rows, 8, 1_000) <= 1_000
+
+
+@given(st.lists(st.integers(1, 5_000), min_size=1, max_size=200), st.integers(1, 20))
+def test_the_suggested_budget_has_as_many_updates(lengths: list[int], sequences: int) -> None:
+    rows = sorted((min(tokens, 2_048) for tokens in lengths), reverse=True)
+    budget, by_size = suggested_budget(rows, sequences, 2_048), math.ceil(len(rows) / sequences)
+    assert len(rows) / shapes(rows, 2_048, budget=budget).rows <= by_size + 1e-9
+    # With fewer inputs there are more.
+    assert budget == 16 or len(rows) / shapes(rows, 2_048, budget=budget - 16).rows > by_size
 
 
 def test_without_lengths_nothing_is_said() -> None:
