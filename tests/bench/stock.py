@@ -1,7 +1,7 @@
 """Stock mlx_lm.lora, unchanged, on one rank: `python stock.py CONFIG LOG`, which tests.bench.throughput starts.
 
-CONFIG is mlx_lm.lora's own file of options. Rank 0 writes to LOG what mlx-lm told its callback of each report, and when
-(t, seconds of a monotonic clock), a JSON object a line.
+CONFIG is mlx_lm.lora's own file of options. Rank 0 writes to LOG what mlx-lm told its callback of each report, when (t,
+seconds of a monotonic clock), and its processor seconds until then, a JSON object a line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Clock(TrainingCallback):  # type: ignore[misc]  # mlx-lm has no types
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
         with self._log.open("a") as file:
-            file.write(json.dumps({"t": time.monotonic(), **train_info}) + "\n")
+            file.write(json.dumps({"t": time.monotonic(), "processor": time.process_time(), **train_info}) + "\n")
 
 
 def main(config: str, log: Path) -> None:
