@@ -7,14 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from engine.protocol.attempt import STOP
 from engine.protocol.task import Task, TaskKind
 from tests.training.launching import Launched, launch
 from tests.training.states import tamper
 from tests.training.task_runs import losses, run_here
 from tests.training.test_resume import BOTH, kill_all_at, run_training
 from tests.training.tiny import Tiny
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.busy, pytest.mark.slow]
 
@@ -77,6 +80,23 @@ def test_a_state_in_parts_is_measured_and_asked_as_the_weights_of_a_run_that_end
         spec_fields={"task": asdict(Task("generate", "run", file, options=options))},
     ).succeeded()
     assert answers(asked) == answers(alone) != []
+
+
+def test_a_state_in_parts_is_served_as_it_answers(tiny: Tiny, tmp_path: Path) -> None:
+    job = tiny.job(fine_tune_type="lora", learning_rate=1e-2, **STRATEGIES["sharded"])
+    _, _, parts = killed(tmp_path / "killed", job)
+    options = {"prompts": [PROMPT], "max_tokens": 24, "raw": True, "variants": ["base", "adapter"]}
+    expected = answers(task(tmp_path / "asked", job, "generate", parts, **options).succeeded())
+    options = {"host": "127.0.0.1", "port": 0, "max_tokens": 24, "name": "trained"}
+    served = task(tmp_path / "served", job, "serve", parts, **options)
+    wait_until(lambda: bool(served.events(0, "result")), 120)
+    url = f"{served.events(0, 'result')[0]['address']}/completions"
+    asked = [{"model": name, "prompt": PROMPT, "max_tokens": 24} for name in ("base", "trained")]
+    replies = [httpx.post(url, json=body, timeout=60).raise_for_status().json() for body in asked]
+    assert [reply["choices"][0]["text"] for reply in replies] == expected and expected[0] != expected[1]
+    served.send(STOP)
+    served.succeeded()
+    assert not list(served.home.glob("assembled-*"))
 
 
 def test_a_compressed_state_is_used_as_any_other(tiny: Tiny, tmp_path: Path) -> None:
