@@ -48,10 +48,6 @@ def _branch(state: DeckState) -> str:
     return "`- " if state.glyphs.ascii else "└ "
 
 
-def _figure(value: float | None, text: Callable[[float], str]) -> str:
-    return text(value) if value is not None else ""
-
-
 class _Field(NamedTuple):
     column: Column
     text: Callable[[DeckState, RunRecord], str]
@@ -73,20 +69,16 @@ _FIELDS: Final = (
         lambda state, run: state.ago(run.created_at),
         lambda state, run: 0.0,
     ),
-    _Field(
-        Column("took", (), 7, right=True),
-        lambda state, run: duration(_seconds(state, run)),
-        _seconds,
-    ),
+    _Field(Column("took", (), 7, right=True), lambda state, run: duration(_seconds(state, run)), _seconds),
     _Field(
         Column("step", (), 4, right=True),
         lambda _, run: f"{run.iteration or 0:,}/{run.iterations:,}" if run.iterations else "",
     ),
-    _Field(Column("loss", (), 8, right=True), lambda _, run: _figure(run.train_loss, loss)),
-    _Field(Column("val", (), 7, right=True), lambda _, run: _figure(run.val_loss, loss)),
+    _Field(Column("loss", (), 8, right=True), lambda state, run: state.glyphs.known(run.train_loss, loss)),
+    _Field(Column("val", (), 7, right=True), lambda state, run: state.glyphs.known(run.val_loss, loss)),
     _Field(
-        Column("speed", (), 2, right=True),
-        lambda _, run: _figure(run.tokens_per_second, rate),
+        Column("speed", (), 2, right=True, reserved=len("0.0 tok/s")),
+        lambda state, run: state.glyphs.known(run.tokens_per_second, rate),
         lambda _, run: run.tokens_per_second or 0.0,
     ),
     _Field(Column("ranks", (), 2, right=True), lambda _, run: str(run.world_size), lambda _, run: run.world_size),
