@@ -20,6 +20,7 @@ from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.protocol.manifest import CopyFile, HubName, copy_files, path_is_below
 from engine.protocol.messages import RequestEnded
+from engine.security.audit import audit_log
 from engine.security.sanitise import count_or_none, json_object, json_or_none, plain
 from engine.snapshots import CopyProgress
 
@@ -222,6 +223,8 @@ class Spread:
                 self._tell(member)
             if isinstance(path := report.get("done"), str):
                 if freed := count_or_none(report.get("freed")):
+                    context = {"node": member.node.name, "bytes": freed, "newest": plain(path, 300)}
+                    audit_log("models", "older pushed data removed", context, home=self._fleet.home)
                     self._tell(member, f"{freed / 1e9:.2f} GB of older pushed data removed: no run there needs it")
                 self._report(CopyProgress(member.node.name, self._total, self._total, path))
                 return path

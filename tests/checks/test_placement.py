@@ -8,12 +8,14 @@ import pytest
 
 from engine.checks.context import CheckContext
 from engine.checks.model_files import run as check_model
-from engine.checks.placement import hub_names
+from engine.checks.placement import hub_names, placed
 from engine.cluster.transport.fleet import Fleet
+from engine.cluster.transport.local import LocalTransport
 from engine.config.load import load_config
-from engine.config.models import Config
+from engine.config.models import Config, on_node
 from engine.models import CheckStatus
 from engine.protocol.manifest import HubName
+from engine.snapshots import CopyProgress
 from tests.model_copies import cache_files
 from tests.model_files import llama_files
 
@@ -66,3 +68,24 @@ async def test_a_folder_that_is_called_like_a_repository_is_that_folder(config: 
 
 def test_pushed_data_is_read_as_what_is_not_pushed(config: Config) -> None:
     assert config.data.model_copy(update={"push": True}).options == {}
+
+
+async def test_old_pushed_data_is_removed_and_that_is_said(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (away,) = config.nodes
+    away = away.model_copy(update={"ssh": "away", "data": on_node("rows", away, config.folder)})
+    job = config.job.model_copy(update={"data": "rows", "model": None})
+    data = config.data.model_copy(update={"push": True})
+    config = config.model_copy(update={"nodes": (away,), "job": job, "data": data})
+    steps, folders = list[CopyProgress](), list[Path]()
+    async with Fleet(tmp_path / "home") as fleet:
+        fleet._transports["away"] = LocalTransport()
+        for number in range(4):
+            (tmp_path / "rows" / "train.jsonl").write_text(f"rows {number}")
+            folders.append(Path(str((await placed(config, fleet, [], steps.append)).nodes[0].data)))
+    assert [folder.exists() for folder in folders] == [False, True, True, True]
+    assert (folders[3] / "train.jsonl").read_text() == "rows 3"
+    assert [step.note for step in steps if "older" in step.note] == [
+        "0.00 GB of older pushed data removed: no run there needs it"
+    ]
+    assert "older pushed data removed" in (tmp_path / "home" / "audit.jsonl").read_text()
