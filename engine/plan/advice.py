@@ -179,7 +179,9 @@ def local_gains_nothing(context: PlanContext) -> bool:
 
 def _predicted(context: PlanContext, strategy: Strategy, wire: str | None = None) -> ThroughputPrediction:
     """The job with another strategy or form of the exchange."""
-    return predict_throughput(context.config, context.calibration, context.shares, wire, strategy)
+    settings = context.job.mlx_lm if wire is None else {**context.job.mlx_lm, "wire": wire}
+    job = context.job.model_copy(update={"strategy": strategy, "mlx_lm": settings})
+    return predict_throughput(context.config.model_copy(update={"job": job}), context.calibration, context.shares)
 
 
 def advice_section(context: PlanContext, memory: MemoryFit) -> Iterator[PlannedAdvice]:

@@ -23,34 +23,27 @@ from engine.measurements import (
 from engine.plan.fingerprint import is_stale
 from engine.plan.shares import divide_batch
 from engine.protocol.exchange import BUCKETS, Averaging, AveragingSchedule, Exchange, averaging, buckets, exchange
-from engine.protocol.job import Strategy
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 
 
-def predict_throughput(
-    config: Config,
-    calibration: Calibration | None,
-    shares: Shares,
-    wire: str | None = None,
-    strategy: Strategy | None = None,
-) -> ThroughputPrediction:
-    """Predict the job's global batch, divided by `shares`; with `wire` and `strategy`, as if the job set them: "data"
-    and "local" from each node's own step, the others from the steps of all ranks together."""
+def predict_throughput(config: Config, calibration: Calibration | None, shares: Shares) -> ThroughputPrediction:
+    """Predict the job's global batch, divided by `shares`: with "data" and "local" from each node's own step, with the
+    others from the steps of all ranks together."""
     if calibration is None:
         return ThroughputPrediction(why_not="not calibrated")
     if calibration.synthetic_model:
         why_not = "calibrated with a synthetic model: the throughput of the job's command is unknown"
         return ThroughputPrediction(why_not=why_not)
     measures = [measure for measure in calibration.nodes if measure.node in shares.parts and measure.examples_per_s]
-    if (asked := strategy or config.job.strategy) in PARTITIONED:
-        return _of_group(calibration.group, asked, shares, measures)
+    if (strategy := config.job.strategy) in PARTITIONED:
+        return _of_group(calibration.group, strategy, shares, measures)
     measured = {measure.node for measure in measures}
     if missing := [name for name in shares.parts if name not in measured]:
         return ThroughputPrediction(why_not=f"not measured: {', '.join(missing)}")
     batch = full_sequences(config.job.mlx_lm, len(measures))
     try:
         counts = shares.micro_batches(batch)
-        exchanged = _exchange_of(config, calibration, len(measures), wire, strategy or config.job.strategy)
+        exchanged = _exchange_of(config, calibration, len(measures))
     except ValueError as error:
         return ThroughputPrediction(why_not=str(error))
     backward = _FULL_BACKWARD if config.job.fine_tune_type == "full" else _ADAPTER_BACKWARD
@@ -84,12 +77,10 @@ def _of_group(
     )
 
 
-def _exchange_of(
-    config: Config, calibration: Calibration, ranks: int, wire: str | None, strategy: Strategy
-) -> UpdateExchange:
+def _exchange_of(config: Config, calibration: Calibration, ranks: int) -> UpdateExchange:
     """Raises ValueError where it was not measured."""
-    settings = {**DEFAULTS, **config.job.mlx_lm}
-    chosen, accumulation = wire or str(settings["wire"]), int(settings["grad_accumulation_steps"])
+    settings, strategy = {**DEFAULTS, **config.job.mlx_lm}, config.job.strategy
+    chosen, accumulation = str(settings["wire"]), int(settings["grad_accumulation_steps"])
     link, size = calibration.all_ranks, calibration.gradient_bytes
     local, summed = strategy == "local", exchange(chosen, ranks, calibration.element_bytes, accumulation)
     seconds = exchange_s(link, size, averaging(chosen, ranks) if local else summed)

@@ -126,7 +126,10 @@ def test_ranks_are_exchanged_in_the_form_of_the_job() -> None:
     deck = config(["a", "b"])
     taken = calibration({"a": 1.0, "b": 1.0}, element_bytes=2, gradient_bytes=4_000_000_000)
     shares = divide_batch(deck, taken)
-    whole, own = (predict_throughput(deck, taken, shares, wire).exchange_s for wire in ("float32", None))
+    float32 = deck.model_copy(
+        update={"job": deck.job.model_copy(update={"mlx_lm": deck.job.mlx_lm | {"wire": "float32"}})}
+    )
+    whole, own = (predict_throughput(each, taken, shares).exchange_s for each in (float32, deck))
     assert whole and own and whole / own == pytest.approx(2, rel=0.05)
 
 
@@ -245,22 +248,15 @@ def test_there_are_no_more_averagings_where_saves_fall_together_with_them(
     assert schedule.updates == local_steps
 
 
-def test_a_strategy_can_be_predicted_in_place_of_the_jobs() -> None:
-    deck, taken = config(["a", "b"]), calibration({"a": 1.0, "b": 1.0})
-    shares = divide_batch(deck, taken)
-    assert predict_throughput(deck, taken, shares, strategy="local") == predict_throughput(local(deck), taken, shares)
-    assert predict_throughput(local(deck), taken, shares, strategy="data") == predict_throughput(deck, taken, shares)
-
-
 @pytest.mark.parametrize(("connected", "other"), [("data", "local"), ("local", "data")])
 def test_a_link_says_nothing_of_a_strategy_that_connects_the_ranks_otherwise(
     connected: Strategy, other: Strategy
 ) -> None:
     deck = config(["a", "b"])
     taken = calibration({"a": 1.0, "b": 1.0}, backend="jaccl", connected_as=(connected,))
-    shares = divide_batch(deck, taken)
-    assert predict_throughput(deck, taken, shares, strategy=connected).step_s is not None
-    found = predict_throughput(deck, taken, shares, strategy=other)
+    shares, decks = divide_batch(deck, taken), {"data": deck, "local": local(deck)}
+    assert predict_throughput(decks[connected], taken, shares).step_s is not None
+    found = predict_throughput(decks[other], taken, shares)
     assert found.step_s is None and f"with jaccl, not as strategy {other} connects" in (found.why_not or "")
     alone = calibration({"a": 1.0}, all_ranks=None, connected_as=())
     assert predict_throughput(config(["a"]), alone, divide_batch(config(["a"]), alone)).step_s is not None
