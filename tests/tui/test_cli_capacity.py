@@ -48,7 +48,8 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def use_endpoint(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    """As HF_ENDPOINT, which the library reads when it is imported."""
+    """As HF_ENDPOINT, which the library reads when it is imported; other tests may have set HF_HUB_OFFLINE by then."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     template = f"http://127.0.0.1:{port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
 
