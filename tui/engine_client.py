@@ -304,6 +304,12 @@ class EngineClient:
         finally:
             self._store.change(**ended)
 
+    async def _read(self, what: str, read: Callable[[], Answer], **ended: Any) -> Answer | None:
+        """The answer of `read`, asked in a thread."""
+        with self._request(what, **ended):
+            return await asyncio.to_thread(read)
+        return None
+
     async def probe(self) -> None:
         """Probe every node once; each is shown as it answers, and then how they are connected."""
         store, config, engine = self._store, self._config, self.engine
@@ -485,9 +491,7 @@ class EngineClient:
 
     async def describe(self, run: str) -> tuple[RunSnapshot, RunSeries] | None:
         runs = self.engine.runs
-        with self._request("describe"):
-            return await asyncio.to_thread(lambda: (runs.watch(run).poll(), runs.series(run)))
-        return None
+        return await self._read("describe", lambda: (runs.watch(run).poll(), runs.series(run)))
 
     async def compare(self, runs: Sequence[str]) -> tuple[Comparison, Mapping[str, RunSeries]] | None:
         """With the runs' series by their ids."""
@@ -497,9 +501,7 @@ class EngineClient:
             comparison = self.engine.comparisons.compare(runs)
             return comparison, {run.id: self.engine.runs.series(run.id) for run in comparison.runs}
 
-        with self._request("compare", busy=None):
-            return await asyncio.to_thread(read)
-        return None
+        return await self._read("compare", read, busy=None)
 
     async def annotate(self, run: RunRecord, *, tags: Sequence[str] | None = None, note: str | None = None) -> None:
         """Replace the tags or the note of a run."""
@@ -537,23 +539,15 @@ class EngineClient:
         return None
 
     async def open_run(self, run: str) -> tuple[RunDir, RunSeries] | None:
-        """Its directory and series; None where there are none, which is said."""
+        """Its directory and series."""
         runs = self.engine.runs
-        with self._request("open"):
-            return await asyncio.to_thread(lambda: (runs.find(run), runs.series(run)))
-        return None
+        return await self._read("open", lambda: (runs.find(run), runs.series(run)))
 
     async def configuration(self, run: str) -> Config | None:
-        """That of a run; None where it cannot be read, which is said."""
-        with self._request("run again"):
-            return await asyncio.to_thread(self.engine.launches.configuration, run)
-        return None
+        return await self._read("run again", partial(self.engine.launches.configuration, run))
 
     async def read_run(self, run: str) -> RunSnapshot | None:
-        """None where it cannot be read, which is said."""
-        with self._request("reading the run"):
-            return await asyncio.to_thread(lambda: self.engine.runs.watch(run).poll())
-        return None
+        return await self._read("reading the run", lambda: self.engine.runs.watch(run).poll())
 
     async def repeat(
         self, run: str, settings: Mapping[str, Any], *, accept_changed: bool = False

@@ -122,7 +122,7 @@ def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Con
     if values is None:
         return []
     stale = state.age_s(values.at) > TELEMETRY_LIMIT_S
-    lines = [Content(""), _title(state, f"now{state.glyphs.separator}{state.ago(values.at)}", stale=stale)]
+    lines = [Content(""), _title(state, f"telemetry{state.glyphs.separator}{state.ago(values.at)}", stale=stale)]
     if values.problem is not None:
         return [*lines, pair("", values.problem, width, style="$warning")]
     if stale:
