@@ -135,7 +135,7 @@ class Data:
         if not tokens:
             return Measured(0, 0.0, 0.0, batches)
         by_width = sorted(range(len(batches)), key=lambda number: batches[number][1])
-        every = max(1, round(sum(size for _, size in batches) / tokens))
+        every = max(1, min(round(sum(size for _, size in batches) / tokens), len(batches) // 3))
         chosen = by_width[every // 2 :: every]
         directory = self.directory()
         some = [row for number in chosen for row in rows[number * BATCH : (number + 1) * BATCH]]

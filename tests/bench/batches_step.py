@@ -37,7 +37,7 @@ def main(file: Path) -> None:
     measured = {"targets": 0, "seconds": 0.0, "peak": 0}
     if request["tokens"]:
         batches.sort(key=lambda batch: batch.tokens.shape[1])
-        every = max(1, round(sum(map(_inputs, batches)) / request["tokens"]))
+        every = max(1, min(round(sum(map(_inputs, batches)) / request["tokens"]), len(batches) // 3))
         chosen = batches[every // 2 :: every]
         random.Random(7).shuffle(chosen)
         largest = max(batches, key=lambda batch: _inputs(batch) * batch.tokens.shape[1])
