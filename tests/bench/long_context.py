@@ -4,7 +4,8 @@ One step of small models with random weights in float32, layers recomputed in bo
 of its own, by the trainer's own code: loss, gradients, MLX's own peak, and what the plan estimates for that. Time is
 that of the processor, which other programs change least. The gradients' errors are the distances from those of the same
 step in float64 (in tiles, since the whole one would take twice the memory; of 1,024 tokens both are equal to 1e-14): of
-the one that is furthest off, over the largest one, and in norm. Exits 1 when a target is missed.
+the one that is furthest off, over the largest one, and in norm; but with experts, which MLX has in float32 alone, those
+from the whole step. Exits 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -116,11 +117,14 @@ def compare(name: str, tokens: int, directory: Path) -> Iterator[Figure]:
     mx.random.seed(7)
     write_weights(directory)
     runs = []
-    for tile, number in ((0, "float32"), (TILE, "float32"), (TILE, "float64")):
+    steps = [(0, "float32"), (TILE, "float32")]
+    if "num_experts" not in config:
+        steps.append((TILE, "float64"))
+    for tile, number in steps:
         argv = [sys.executable, "-m", "tests.bench.long_context", "--step", str(directory), str(tokens), str(tile)]
         done = subprocess.run([*argv, number], stdout=subprocess.PIPE, text=True, check=True)
         runs.append(json.loads(done.stdout))
-    whole, tiled, _ = runs
+    whole, tiled = runs[:2]
     memory = tiled["peak"] / whole["peak"]
     sizes = f"{tiled['peak'] / 1e6:,.0f} of {whole['peak'] / 1e6:,.0f} MB: {memory:.2f} x"
     yield Figure(f"{name}, {kind}: peak, beside the whole", sizes, f"<= {MEMORY:g}", memory <= MEMORY)
@@ -131,14 +135,16 @@ def compare(name: str, tokens: int, directory: Path) -> Iterator[Figure]:
         yield Figure(f"{name}: estimate of the peak, {label}", f"{off:+.0%}", limit, abs(off) <= ESTIMATE)
     seconds = f"{tiled['seconds']:.0f} of {whole['seconds']:.0f} s: {tiled['seconds'] / whole['seconds']:.2f} x"
     yield Figure(f"{name}: processor time", seconds)
-    gradients = [
-        dict(np.load(directory / f"gradients-{run}.npz")) for run in (f"{TILE}-float64", "0-float32", f"{TILE}-float32")
-    ]
-    exact, of_whole, of_tiles = gradients
-    off, text = distance(of_tiles, exact)
-    yield Figure(f"{name}: error of the gradients, in tiles", text, f"<= {GRADIENT:g} of the largest", off <= GRADIENT)
-    yield Figure(f"{name}: error of the gradients, whole", distance(of_whole, exact)[1])
-    yield Figure(f"{name}: gradients, in tiles from whole", distance(of_tiles, of_whole)[1])
+    of_whole, of_tiles, *exact = (dict(np.load(directory / f"gradients-{tile}-{number}.npz")) for tile, number in steps)
+    limit = f"<= {GRADIENT:g} of the largest"
+    for reference in exact:
+        off, text = distance(of_tiles, reference)
+        yield Figure(f"{name}: error of the gradients, in tiles", text, limit, off <= GRADIENT)
+        yield Figure(f"{name}: error of the gradients, whole", distance(of_whole, reference)[1])
+    off, text = distance(of_tiles, of_whole)
+    yield Figure(
+        f"{name}: gradients, in tiles from whole", text, "" if exact else limit, off <= GRADIENT or bool(exact)
+    )
 
 
 def distance(some: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[float, str]:
