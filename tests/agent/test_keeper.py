@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -407,12 +408,12 @@ def test_a_full_disk_stops_neither_the_program_nor_its_exit_record(small_disk: P
 
 @pytest.mark.needs("tmpfs")
 def test_when_space_returns_the_gap_is_marked(small_disk: Path) -> None:
-    ballast = small_disk / "ballast"
+    ballast, room = small_disk / "ballast", small_disk / "room"
     source = (
         "import os, sys, time\n"
         "for i in range(400): os.write(1, b'x' * 10_000)\n"
         f"os.close(os.open({str(small_disk / 'full')!r}, os.O_CREAT))\n"
-        f"while os.path.exists({str(ballast)!r}): time.sleep(0.01)\n"
+        f"while not os.path.exists({str(room)!r}): time.sleep(0.01)\n"
         "print('after')\n"
     )
     ballast.write_bytes(b"b" * 500_000)
@@ -420,6 +421,9 @@ def test_when_space_returns_the_gap_is_marked(small_disk: Path) -> None:
     wait_until((small_disk / "full").exists)
     wait_until(lambda: os.statvfs(small_disk).f_bavail == 0)
     ballast.unlink()
+    # Its name is gone before its space is free.
+    wait_until(lambda: shutil.disk_usage(small_disk).free > 250_000)
+    room.touch()
     record = kept.ended()
     assert record.code == 0
     marker = f"\n[flightdeck] {record.dropped_bytes} bytes of output are missing here: disk full\n".encode()
