@@ -70,11 +70,11 @@ def judge(t: Transition, *, over: bool) -> None:
     t.set_ending(verdict_pending=True)
 
 
-def judge_again(t: Transition) -> bool:
+def judge_again(t: Transition, *, over: bool = False) -> bool:
     """Where the end of another rank is known that was not known before: a node that was away may have the record of one
     that completed. A verdict is awaited."""
     if not t.ending.verdict_pending and sum(rank.end_known for rank in t.seen.ranks) != t.ending.ends_judged:
-        judge(t, over=False)
+        judge(t, over=over)
     return t.ending.verdict_pending
 
 

@@ -27,6 +27,7 @@ from engine.run.outcome import (
     attempt_failure,
     end_run,
     judge,
+    judge_again,
     judged,
     launch_failed,
     proof_of,
@@ -300,7 +301,7 @@ def _settling(t: Transition) -> None:
     if settled := t.result(Settled):
         record_missing(t, settled)
         judge(t, over=True)
-    elif (verdict := judged(t)) is not None:
+    elif (verdict := judged(t)) is not None and not judge_again(t, over=True):
         _finish_attempt(t, verdict)
 
 

@@ -247,6 +247,10 @@ HISTORIES = {
         '[["head_disk_full",4.49,1,110.0],["rank_stopped",5.17,2,45.0],["cut_from",11.85,2,70.0],'
         '["rank_killed",23.08,0,180.0],["head_killed",32.93,1,180.0]]}'
     ),
+    "a rank whose record comes while the verdict of an abort is made is judged with it": (
+        '{"seed":871794540,"kind":"local","nodes":4,"local":false,"iterations":15,"period_s":1.0,"recovery":6,'
+        '"budget_s":13.06,"faults":[["isolated",3.99,0,18.0]]}'
+    ),
 }
 
 
