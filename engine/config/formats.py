@@ -105,7 +105,7 @@ def splits_form(splits: Mapping[str, str]) -> str | None:
 
 
 def subset_form(text: str) -> str | None:
-    return None if path_is_below(text) else "the name of a folder in the data set"
+    return None if path_is_below(text) else "the name of a subset or folder of the data set"
 
 
 _PARSER: Final[Any] = import_module("re._parser")

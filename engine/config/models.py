@@ -210,7 +210,8 @@ class DataConfig(_Section):
     """The file's keys of the parts of a row: `{ prompt = "Q", completion = "A" }`, of a conversation's messages `role`
     and `content`. Default: as they are often called."""
     subset: Annotated[str, AfterValidator(accepts(formats.subset_form))] | None = None
-    """Folder of a data set that has several: `"main"` of `hf:openai/gsm8k`. Default: all of them."""
+    """One of a data set's subsets, as its card (README.md) declares them, or one of its folders: `"main"` of
+    `hf:openai/gsm8k`. Default: the one that the card has as default; all folders where it declares none."""
     splits: Annotated[dict[Literal["train", "valid", "test"], str], AfterValidator(accepts(formats.splits_form))] = (
         Field(default_factory=dict)
     )

@@ -8,20 +8,17 @@ import contextlib
 import csv
 import gzip
 import io
-import itertools
 import json
 import lzma
-import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from engine.protocol.attempt import open_regular
 from engine.protocol.jsonl import BLANK, is_blank, lines, parse
-from engine.protocol.manifest import split_slices
 
 HEAD_BYTES = 64 << 10
 _DELIMITERS = {b",": "CSV", b"\t": "CSV with tabs", b";": "CSV with semicolons"}
@@ -52,10 +49,7 @@ _ENCODINGS = {"UTF-16": "utf-16", "UTF-16 (little-endian)": "utf-16-le", "UTF-16
 _ENCODINGS["UTF-32"] = "utf-32"
 _TABLES = (".csv", ".tsv")
 TEXTS = (".txt", ".md")
-_SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES, ".parquet", ".arrow", *TEXTS)
-_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that lie beside a data set, of the Hugging Face Hub for one, and are none of its own."""
-_SPLITS = {"train": "train|training", "valid": "valid|validation|val|dev|eval", "test": "test"}
+SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES, ".parquet", ".arrow", *TEXTS)
 _WRAPPERS = "data|rows|examples|items|records|instances|dataset|train"
 _WRAPPED = re.compile(
     rf'\s*\{{\s*(?:"[^"]*"\s*:\s*(?:"[^"]*"|[\d.]+|null|true|false)\s*,\s*)*"(?:{_WRAPPERS})"\s*:\s*\[\s*(?=\{{)'
@@ -85,96 +79,10 @@ class SourceRow(NamedTuple):
     fault: str | None = None
 
 
-class SplitPart(NamedTuple):
-    """Rows of files."""
-
-    files: list[Path]
-    begin: str = ""
-    """The first row: a number from 0 or of percent, below 0 from the end on, as in Hugging Face's slices of splits."""
-    end: str = ""
-
-    def rows(self, piece: int) -> Iterator[tuple[Path, SourceRow]]:
-        """`piece` as in `read_source`. Raises DataError, OSError."""
-        begin, end = self.begin, self.end
-        total = sum(1 for _ in self._all(piece)) if "%" in begin + end or "-" in begin + end else 0
-        first, last = _bound(begin or "0", total), _bound(end, total) if end else None
-        return itertools.islice(self._all(piece), first, last)
-
-    def _all(self, piece: int) -> Iterator[tuple[Path, SourceRow]]:
-        return ((path, row) for path in self.files for row in read_source(path, piece))
-
-
-def _bound(text: str, total: int) -> int:
-    number = round(int(text[:-1]) * total / 100.0) if text.endswith("%") else int(text)
-    return max(total + number, 0) if number < 0 else number
-
-
 def suffix_of(path: Path) -> str:
     """That of what is compressed, for a compressed file."""
     name = path.name.lower()
     return Path(name[: name.rindex(".")] if name.endswith((".gz", ".bz2", ".xz")) else name).suffix
-
-
-def source_parts(source: Path, options: Mapping[str, Any]) -> dict[str, list[SplitPart]]:
-    """train, valid and test → their rows, as [data] `subset` and `splits` say, else by the names of files. Raises
-    DataError, OSError."""
-    subset, splits = options.get("subset"), options.get("splits")
-    if subset is not None:
-        source = source / subset
-        if not source.is_dir():
-            raise DataError(f"{source.parent} has no folder {subset}, which is the subset of the data")
-    files = source_files(source)
-    if not splits:
-        return {name: [SplitPart(paths)] for name, paths in files.items()}
-    return {
-        name: [SplitPart(_named(source, files, split), begin, end) for split, begin, end in split_slices(text)]
-        for name, text in splits.items()
-    }
-
-
-def _named(source: Path, files: Mapping[str, list[Path]], split: str) -> list[Path]:
-    """The files of a split that is called so, as datasets are stored: train_sft-00000-of-00003.parquet, or a folder."""
-    paths = [path for paths in files.values() for path in paths]
-    name = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?(\..*)?")
-    named = [path for path in paths if any(map(name.fullmatch, path.relative_to(source).parts))]
-    usual = next((key for key, words in _SPLITS.items() if re.fullmatch(words, split)), "")
-    if chosen := named or files.get(usual, []):
-        return chosen
-    raise DataError(f"{source} has no split {split}: no file or folder is called that")
-
-
-def source_files(source: Path) -> dict[str, list[Path]]:
-    """train, valid and test → their files, sorted, of a folder and those below, or one file. Raises DataError,
-    OSError."""
-    if not source.is_dir():
-        return {"train": [source]}
-    standard = {name: [source / f"{name}.jsonl"] for name in _SPLITS if (source / f"{name}.jsonl").is_file()}
-    if "train" in standard:
-        return standard
-    files, others = list[Path](), list[str]()
-    for folder, folders, names in os.walk(source):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
-        paths = [Path(folder, name) for name in sorted(names) if not name.startswith((".", "_"))]
-        files += [path for path in paths if suffix_of(path) in _SUFFIXES]
-        others += [path.name for path in paths if suffix_of(path) not in _SUFFIXES]
-    data = [path for path in files if suffix_of(path) not in TEXTS and path.name.lower() not in _DESCRIPTIONS]
-    splits = dict[str, list[Path]]()
-    for path in sorted(data or files):
-        splits.setdefault(_split_of(path.relative_to(source)), []).append(path)
-    if "train" not in splits and others:
-        raise DataError(f"{source} has {', '.join(others[:3])}, and no file to train on ({', '.join(_SUFFIXES)})")
-    return splits
-
-
-def _split_of(path: Path) -> str:
-    """By the names of folders and of the file, which in a file's begin or end a name: train-00000-of-00002.parquet,
-    gsm8k_test.jsonl. A text's file name is its own title."""
-    stem = path.name.lower().partition(".")[0]
-    for name, words in _SPLITS.items():
-        part = words if suffix_of(path) in TEXTS else rf"({words})([-_].*)?|.*[-_]({words})"
-        if re.fullmatch(part, stem) or any(re.fullmatch(words, folder.lower()) for folder in path.parts[:-1]):
-            return name
-    return "train"
 
 
 def read_source(path: Path, piece: int) -> Iterator[SourceRow]:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.node.bootstrap import make_private, node_root
+from engine.node.data_splits import SplitPart, source_parts
 from engine.node.probes import reason_of
 from engine.node.row_shapes import Skipped, convert
-from engine.node.source_files import HEAD_BYTES, DataError, SplitPart, foreign_kind, source_parts
+from engine.node.source_files import HEAD_BYTES, DataError, foreign_kind
 from engine.protocol.attempt import open_regular, read_regular, write_atomic
 from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank, lines, parse
 

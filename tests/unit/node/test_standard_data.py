@@ -473,7 +473,7 @@ def test_splits_are_rows_of_a_data_sets_own_splits(
         "train-00001-of-00002": range(20, 35),
         "test-00000-of-00001": range(100, 103),
         "validation": range(200, 201),
-        "train_sft-00000-of-00001": range(300, 303),
+        "train_sft-00000-of-00001-a3ecf92756993583": range(300, 303),
     }
     (tmp_path / "main").mkdir()
     (tmp_path / "other").mkdir()
