@@ -518,7 +518,9 @@ def _init(commands: Commands) -> None:
     init.add_argument("--name", metavar="NAME", help="of the cluster; default: the folder's")
     init.add_argument("--force", action="store_true", help="write over a file that is there")
     init.add_argument("--model", metavar="NAME", help="[job] model: a folder on the nodes, or org/name")
-    init.add_argument("--data", metavar="NAME", help="[job] data: a folder or file on the nodes, or hf:org/set")
+    init.add_argument(
+        "--data", metavar="NAME", help='[job] data: a folder or file on the nodes, or "hf:org/set SUBSET"'
+    )
     init.add_argument("--method", choices=("lora", "dora", "full"), help="[job] fine_tune_type; default: lora")
     init.add_argument("--iters", type=_count(10_000_000), metavar="N", help="[job] iters; default: 1000")
     what = "accept the host key with this fingerprint, which a person has compared; may be repeated"

@@ -24,7 +24,7 @@ from engine.checks.placement import hub_names
 from engine.cluster.discovery import FoundHost, FoundPython, draft_nodes, find_python, hosts_from_names
 from engine.cluster.transport.ssh_config import OWN_KNOWN_HOSTS
 from engine.config.documents import read_text
-from engine.config.draft import draft, find_job, find_yaml, is_beside, write_draft
+from engine.config.draft import draft, find_job, find_yaml, is_beside, split_subset, write_draft
 from engine.config.load import load_config
 from engine.config.models import Config, FineTuneType
 from engine.config.redraft import redraft
@@ -60,6 +60,7 @@ class SetupChoices(FrozenModel):
     """The job is a command, which has its own model, data and method."""
     model: str | None = None
     data: str | None = None
+    """May be followed by its subset: see split_subset."""
     fine_tune_type: FineTuneType | None = None
     batch_size: int | None = Field(default=None, ge=1)
     batch_tokens: int | None = Field(default=None, ge=1)
@@ -116,6 +117,8 @@ class SetupApi:
             job = document.get("job") or find_yaml(target.absolute().parent)[1]
             program = {"own_program": "command" in job or "script" in job}
             keys = {key: job[key] for key in _JOB_KEYS if key in job}
+            if (subset := document.get("data", {}).get("subset")) and "data" in keys:
+                keys["data"] = f"{keys['data']} {subset}"
             several = {
                 host: node["processes"]
                 for host, node in zip(nodes, document.get("node", ()), strict=True)
@@ -180,7 +183,7 @@ class SetupApi:
         folder, remote = target.absolute().parent, any(not candidate.host.here for candidate in candidates)
         push = remote and is_beside(choices.data, folder)
         if target.exists():
-            changes = choices.settings | ({"data.push": True} if push else {})
+            changes = split_subset(choices.settings) | ({"data.push": True} if push else {})
             return redraft(read_text(target, "a flightdeck.toml"), nodes, changes)
         job = find_job(folder, remote=remote)
         push = job.push if choices.data is None else push

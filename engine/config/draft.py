@@ -9,7 +9,7 @@ import math
 import secrets
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -66,7 +66,7 @@ class DraftJob:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """Keys of [job] that were chosen."""
+    """Keys of [job] that were chosen; data may be followed by its subset."""
 
     @property
     def missing(self) -> list[str]:
@@ -100,10 +100,22 @@ def draft(
     ]
     for node, name in zip(nodes, unique_names([node.name for node in nodes]), strict=True):
         lines += ["", *node_lines(node, name)]
-    lines += ["", *_job(job, len(nodes))]
+    settings = split_subset(job.settings)
+    subset = settings.pop("data.subset", None)
+    lines += ["", *_job(replace(job, settings=settings), len(nodes))]
     if job.push:
         lines += ["", "[data]", _set("push", True, "at each launch the nodes are sent what has changed")]
+    elif subset is not None:
+        lines += ["", "[data]", _set("subset", subset, "of those that the data set has")]
     return "\n".join(lines) + "\n"
+
+
+def split_subset(settings: Mapping[str, object]) -> dict[str, object]:
+    """With the subset behind a data set's name, "hf:openai/gsm8k main", as data.subset."""
+    name, _, subset = str(settings.get("data", "")).partition(" ")
+    if not name.startswith(DATA_PREFIX) or not subset.strip():
+        return dict(settings)
+    return {**settings, "data": name, "data.subset": subset.strip()}
 
 
 def checked_host(host: str) -> SshTarget:

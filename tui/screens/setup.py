@@ -301,7 +301,7 @@ class _Model(_Named):
 
 
 class _Data(_Named):
-    name, title, placeholder = "data", "What it is trained on.", "a folder or file on every node, or hf:org/set"
+    name, title, placeholder = "data", "What it is trained on.", "a folder or file on every node, or hf:org/set SUBSET"
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

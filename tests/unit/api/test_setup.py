@@ -144,6 +144,15 @@ def test_data_beside_the_file_is_sent_to_other_machines(engine: Engine, tmp_path
     assert engine.setup.config(target, engine.setup.text(target, SetupChoices(data="rows.csv"), [ULTRA])).data.push
 
 
+def test_the_subset_of_a_data_set_is_named_behind_it(engine: Engine, tmp_path: Path) -> None:
+    target, choices = tmp_path / "flightdeck.toml", SetupChoices(model="org/m", data="hf:openai/gsm8k main")
+    target.write_text(engine.setup.text(target, choices, [ULTRA]))
+    assert engine.setup.read(target).data == choices.data
+    for data, subset in ((choices.data, "main"), ("hf:openai/gsm8k socratic", "socratic")):
+        config = engine.setup.config(target, engine.setup.text(target, SetupChoices(data=data), [ULTRA]))
+        assert (config.job.data, config.data.subset) == ("hf:openai/gsm8k", subset)
+
+
 def test_a_login_key_is_put_there_in_the_terminal(engine: Engine) -> None:
     argv = engine.setup.copy_id_argv("ana@ultra.local:2222")
     assert argv[-3:] == ["-p", "2222", "ana@ultra.local"] and "StrictHostKeyChecking=yes" in argv
