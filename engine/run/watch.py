@@ -200,7 +200,8 @@ class RunWatch:
 
     def trained(self, *, saved: bool = False) -> TrainedFile | None:
         """As of the last poll; with `saved` the newest that were saved by themselves."""
-        config, weights = self._whole_plan.config, newest_weights(self._history, saved_alone=saved)
+        config = self._whole_plan.config
+        weights = newest_weights(self._history, any_part=config.job.kind.outlives_ranks, saved_alone=saved)
         if weights is None:
             return None
         name, path, size = weights[0], PurePosixPath(weights[1]), weights[2]
@@ -225,7 +226,8 @@ class RunWatch:
 
     def result(self) -> RunResult:
         """The result so far, as of the last poll."""
-        return run_result(self._history, self._series, datetime.now(UTC))
+        any_part = self._whole_plan.config.job.kind.outlives_ranks
+        return run_result(self._history, self._series, datetime.now(UTC), any_part=any_part)
 
     def _trackers(self) -> Iterator[TrackerStatus]:
         if (why := self._history.trackers_failed.get(NOTIFIER)) is not None:

@@ -270,6 +270,20 @@ async def test_a_state_in_parts_is_used_on_the_hosts_that_have_them(tmp_path: Pa
     assert trained.command == f"flightdeck generate {run.id} -p Hello"
 
 
+async def test_one_part_is_used_of_a_state_of_which_each_is_whole(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, config=make_run_config(strategy="local")).attempt()
+    for rank, update in ((0, 40), (1, 40), (1, 80)):
+        state = SavedFiles(folder=f"/c/part{rank}/step-{update}", iteration=update, files=SAVED.saved.files, parts=2)
+        run.append(StateSaved(rank=rank, node=f"node{rank}", state=f"{update}.{rank}", manifest=MANIFEST, saved=state))
+    run.state("running", "failed", reason="rank_failed").close()
+    config = await start(tmp_path, run.id, "lm_eval")
+    assert [node.name for node in config.nodes] == ["node1"]
+    assert config.job.task is not None and config.job.task.parts == [["node1", "/c/part1/step-80", MANIFEST]]
+    snapshot = RunWatch(run.directory).poll()
+    assert snapshot.trained is not None and (snapshot.trained.size, snapshot.trained.nodes) == (7, ("node1",))
+    assert snapshot.result is not None and [file.node for file in snapshot.result.files] == ["node1"]
+
+
 @pytest.mark.parametrize(("model", "refused"), [({}, True), ({"quantization": {"bits": 4}}, False), (None, False)])
 async def test_more_bits_for_a_base_that_is_not_quantized_are_refused_before_the_launch(
     tmp_path: Path, model: dict[str, Any] | None, refused: bool

@@ -15,6 +15,7 @@ from engine.run.events import (
     AttemptPlanned,
     EnergyMeasured,
     Event,
+    NodeConditionChanged,
     RunPlanned,
     SavedFiles,
     StateChanged,
@@ -35,8 +36,8 @@ def at(seconds: float) -> datetime:
     return START + timedelta(seconds=seconds)
 
 
-def attempt(number: int = 1, seconds: float = 0.0) -> AttemptPlanned:
-    named: dict[str, object] = {"nodes": ("ana", "bea"), "layouts": (), "log_bases": {}, "event_bases": {}}
+def attempt(number: int = 1, seconds: float = 0.0, nodes: tuple[str, ...] = ("ana", "bea")) -> AttemptPlanned:
+    named: dict[str, object] = {"nodes": nodes, "layouts": (), "log_bases": {}, "event_bases": {}}
     plan = Attempt.model_validate({"number": number, "nonce": f"n.{number}", "starting_port": 20_000, **named})
     return AttemptPlanned(at=at(seconds), attempt=plan)
 
@@ -56,7 +57,9 @@ def state(update: int, part: int, parts: int, *, author: str = "", digest: str =
     return StateSaved(rank=part, node=f"n{part}", state=name, manifest=digest * 64, saved=saved)
 
 
-def result(tmp_path: Path | None, *recorded: Event, rows: Iterable[dict[str, object]] = ()) -> RunResult:
+def result(
+    tmp_path: Path | None, *recorded: Event, rows: Iterable[dict[str, object]] = (), any_part: bool = False
+) -> RunResult:
     series = MetricsSeries((tmp_path or Path("/nowhere")) / "metrics.jsonl")
     for row in rows:
         series.add(row)
@@ -64,7 +67,7 @@ def result(tmp_path: Path | None, *recorded: Event, rows: Iterable[dict[str, obj
         event if event.at.year > 1 else event.model_copy(update={"at": at(place)})
         for place, event in enumerate(recorded, 10)
     )
-    return run_result(fold([RunPlanned(at=START, run=RUN, nonce="n"), *stamped]), series, at(1000))
+    return run_result(fold([RunPlanned(at=START, run=RUN, nonce="n"), *stamped]), series, at(1000), any_part=any_part)
 
 
 def validation(iteration: int, loss: float) -> dict[str, object]:
@@ -142,6 +145,23 @@ def test_parts_of_two_attempts_are_no_state() -> None:
     anew = [state(20, part, 2, digest="b") for part in (0, 1)]
     made = result(None, attempt(), *former, attempt(2), *anew)
     assert {file.sha256[0] for file in made.newest("checkpoint")} == {"b"}
+
+
+def test_of_a_state_of_which_each_part_is_whole_one_part_is_the_result() -> None:
+    def newest(*recorded: Event) -> list[tuple[str, int]]:
+        files = result(None, *recorded, any_part=True).newest("checkpoint")
+        return [(file.node, file.iteration) for file in files]
+
+    all_nodes = attempt(nodes=("n0", "n1", "n2"))
+    saved = [all_nodes, *(state(10, part, 3) for part in range(3)), state(20, 1, 3), state(20, 2, 3)]
+    assert newest(*saved[:4]) == [("n0", 10)]
+    assert newest(*saved) == [("n1", 20)], "what only some have saved"
+    assert newest(*saved, state(12, 0, 3)) == [("n1", 20)], "a rank that is behind"
+    lost = NodeConditionChanged(node="n1", condition="lost")
+    assert newest(*saved, lost) == [("n2", 20)]
+    assert newest(*saved, attempt(2, 50, ("n0", "n2"))) == [("n2", 20)], "the node is left out"
+    anew = [attempt(2, 50, ("n0", "n2")), state(12, 0, 3).model_copy(update={"at": at(60)})]
+    assert newest(*saved, *anew) == [("n0", 12)], "it was gone on from an earlier one"
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
