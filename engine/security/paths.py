@@ -88,6 +88,9 @@ def validate_path(path: str | Path, purpose: str, *, roots: Iterable[Path] | Non
         allowed = [root.expanduser().resolve() for root in (default_roots() if roots is None else roots)]
     except (RuntimeError, OSError) as error:
         raise InputError(what, why=f"it cannot be resolved: {safe_repr(str(error))}") from error
+    # Python before 3.13 raises RuntimeError for it.
+    if any(part.is_symlink() for part in (resolved, *resolved.parents)):
+        raise InputError(what, why="it cannot be resolved: a symlink in it leads back to itself")
     if not any(resolved.is_relative_to(root) for root in allowed):
         why = "it is outside of the allowed directories"
         if any(named.is_relative_to(root) for root in allowed):
