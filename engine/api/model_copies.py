@@ -92,7 +92,9 @@ class ModelsApi:
             except FlightDeckError as error:
                 return str(error)
 
-        read = await asyncio.gather(*(one(node, name if node.local else asked) for node in hosts.values()))
+        # Nothing is pushed to this machine: the folder is its own.
+        there = [str(folder) if node.local and folder.is_dir() else asked for node in hosts.values()]
+        read = await asyncio.gather(*map(one, hosts.values(), there))
         seen = dict(zip((node.name for node in hosts.values()), read, strict=True))
         if not isinstance(asked, str):
             return {node: copy if isinstance(copy, str) else copy.damaged for node, copy in seen.items()}
@@ -147,12 +149,15 @@ def _reads(config: Config, ssh: str, asked: HubName | str, paths: Sequence[str])
 
 
 def _differing(copy: CopyManifest, given: Sequence[CopyManifest]) -> Sequence[str]:
-    """Its files that are not as most of `given` have them, or, where most have no common one, as others have them."""
+    """Its files that are not as most of `given` have them, or, where most have no common one, as others have them; and
+    those that it lacks and at least half of them have."""
     counts = Counter(file for one in given for file in one.files)
+    holders = Counter(file.path for one in given for file in one.files)
     contents, files = Counter(file.path for file in counts), set(copy.files)
     right = {file for file, count in counts.items() if 2 * count > len(given)}
     disputed = {file for file in files - right if contents[file.path] > 1}
-    return sorted({*copy.damaged, *(file.path for file in (right - files) | disputed)})
+    lacking = {path for path, count in holders.items() if 2 * count >= len(given)} - {file.path for file in files}
+    return sorted({*copy.damaged, *lacking, *(file.path for file in (right - files) | disputed)})
 
 
 def _hub(name: str, kind: str) -> HubName:

@@ -47,10 +47,10 @@ async def test_what_a_queued_item_names_or_reads_is_kept_and_anything_else_remov
     async with Engine(tmp_path / "home") as engine:
         for model in ("org/tiny", str(snapshot)):
             queued = config(tmp_path, model)
-            monkeypatch.setattr(runs, "queued_configs", lambda _, queued=queued: [queued])
-            with pytest.raises(InputError, match="is in use on here"):
+            monkeypatch.setattr(runs, "queued_configs", lambda _, queued=queued: {7: queued})
+            with pytest.raises(InputError, match="is in use on here.*queued item 7 is to use it"):
                 await engine.models.remove(queued, "org/tiny", "here")
-        monkeypatch.setattr(runs, "queued_configs", lambda _: [config(tmp_path, "org/other")])
+        monkeypatch.setattr(runs, "queued_configs", lambda _: {7: config(tmp_path, "org/other")})
         freed = await engine.models.remove(config(tmp_path, "org/tiny"), "org/tiny", "here")
     assert freed >= sum(map(len, llama_files().values()))
     assert not snapshot.exists()
@@ -76,6 +76,7 @@ def test_what_differs_in_a_folder_is_what_most_nodes_have_otherwise() -> None:
     more = manifest(a="1", b="2", c="4")
     assert model_copies._differing(more, [sound, sound, more]) == []
     assert model_copies._differing(sound, [more]) == ["c"], "this machine has it"
+    assert [model_copies._differing(one, [sound, more]) for one in (sound, more)] == [["c"], []], "one of two has it"
 
 
 async def test_a_folder_is_verified_against_the_one_that_was_pushed(tmp_path: Path, snapshot: Path) -> None:
@@ -92,6 +93,20 @@ async def test_a_folder_is_verified_against_the_one_that_was_pushed(tmp_path: Pa
         assert await engine.models.verify(away, "~/models/mine") == {"here": []}, "and there is no other"
         nowhere = await engine.models.verify(away, "~/models/none")
         assert nowhere == {"here": f"here: {tmp_path}/models/none is not there"}
+
+
+async def test_this_machine_as_a_node_verifies_its_cache_and_its_own_folders(
+    tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    here = config(tmp_path, "org/tiny")
+    async with Engine(tmp_path / "home") as engine:
+        for name in ("org/tiny", "mine", "./mine", "~/mine"):
+            assert not (await engine.models.verify(here, name))["here"]
+        (snapshot / "config.json").resolve().write_text("[]")
+        assert await engine.models.verify(here, "org/tiny") == {"here": ("config.json",)}
 
 
 async def test_the_machine_with_the_fastest_way_downloads(
