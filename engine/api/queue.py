@@ -42,12 +42,12 @@ class QueueApi:
         items, active = self._files.read().items, self.active()
         ended = [item.id for item in items if item.state in ("ended", "cancelled")][:-_ENDED_SHOWN]
         queued = {item.run for item in items}
-        notes = dict[str, object]()
+        attended, why, notes = runner_alive(self._home), "", dict[str, object]()
+        # Before the first item there is neither of them.
         with contextlib.suppress(OSError):
+            if not attended and not shutil.disk_usage(self._home).free:
+                why = "the disk is full: nothing starts until there is room"
             notes = json_object(json_or_none(read_regular(self._files.notes)))
-        attended, why = runner_alive(self._home), ""
-        if not attended and not shutil.disk_usage(self._home).free:
-            why = "the disk is full: nothing starts until there is room"
         waits = {item: text or str(notes.get(str(item), why)) for item, text in self.waits(active).items()}
         return QueueSnapshot(
             tuple(item for item in items if item.id not in ended),

@@ -110,8 +110,8 @@ class RunsApi:
         InputError."""
         going = (record.id for record in self.all() if not record.state.ended)
         configs = {f"the run {run} has not ended": read_plan(self.directory(run).plan).config for run in going}
-        queued = enumerate(queued_configs(self._session.home), start=1)
-        return configs | {f"queued item {number} is to use it": config for number, config in queued}
+        queued = queued_configs(self._session.home)
+        return configs | {f"queued item {number} is to use it": config for number, config in queued.items()}
 
     def find_trained(self, run: str) -> RunDir:
         """As `find`, but "last" is the newest training. Raises InputError for what is no training."""

@@ -72,8 +72,8 @@ class QueueFiles:
             raise InputError("the configuration is damaged", where=str(file), why=why) from error
 
 
-def queued_configs(home: Path) -> list[Config]:
-    """The configurations of all items that have not started: what they use is in use. Raises StateError, InputError."""
+def queued_configs(home: Path) -> dict[int, Config]:
+    """Item that has not started → its configuration: what it uses is in use. Raises StateError, InputError."""
     files = QueueFiles(home)
-    configs = (files.config(item.id) for item in files.read().items if item.state in ("waiting", "held", "launching"))
-    return [config for config in configs if config is not None]
+    items = [item.id for item in files.read().items if item.state in ("waiting", "held", "launching")]
+    return {item: config for item in items if (config := files.config(item)) is not None}

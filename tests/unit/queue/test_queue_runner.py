@@ -115,7 +115,7 @@ async def test_items_start_in_their_order_one_on_a_machine_at_a_time(head: Head)
     assert not await head.turn()
     assert head.started == ["a1", "b1", "a2", "a3"]
     assert head.states() == ["failed", "succeeded", "succeeded", "succeeded"]
-    assert head.files.read().told_empty and queued_configs(head.home) == []
+    assert head.files.read().told_empty and queued_configs(head.home) == {}
 
 
 async def test_that_the_queue_is_empty_is_told_once(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +180,17 @@ def test_a_queue_that_cannot_be_read_is_not_taken_for_an_empty_one(head: Head) -
         head.add("a2")
     with pytest.raises(StateError, match="move that file away"):
         Engine(head.home).queue.snapshot()
+
+
+def test_before_the_state_directory_is_made_the_queue_is_empty(tmp_path: Path) -> None:
+    snapshot = Engine(tmp_path / "home").queue.snapshot()
+    assert (snapshot.items, snapshot.waits, snapshot.attended) == ((), {}, False)
+
+
+def test_a_configuration_in_use_is_called_by_its_items_number(head: Head) -> None:
+    head.add("a1", "a2")
+    Engine(head.home).queue.cancel(1)
+    assert [*Engine(head.home).runs.configs_in_use()] == ["queued item 2 is to use it"]
 
 
 async def test_a_run_of_the_queue_has_what_the_item_says(head: Head) -> None:
