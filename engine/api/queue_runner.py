@@ -68,7 +68,7 @@ class QueueRunner:
                     if not in_charge:
                         take_charge(self._files)
                         in_charge = True
-                    if not await self._turn():
+                    if not (in_charge := await self._turn()):
                         await asyncio.to_thread(self._tell_empty)
                         return
                 except Exception as error:
@@ -188,18 +188,22 @@ class QueueRunner:
             self._change(item, "ended", outcome=record.state, reason=record.reason)
 
     def _leave(self) -> bool:
-        """Recorded together with the end of this process, so that whoever adds an item meanwhile starts another."""
+        """Recorded together with the end of this process, so that whoever adds an item meanwhile starts another. Where
+        that cannot be written, the process is still in charge."""
         left = False
 
         def leave(queue: Queue) -> Queue:
             nonlocal left
-            if left := not any(item.open for item in queue.items):
-                self._files.runner.unlink(missing_ok=True)
+            left = not any(item.open for item in queue.items)
             held = any(item.state == "held" for item in queue.items)
             self._emptied = left and not held and not queue.told_empty
             return queue.model_copy(update={"told_empty": True}) if self._emptied else queue
 
-        self._files.change(leave)
+        def give_up_charge() -> None:
+            if left:
+                self._files.runner.unlink(missing_ok=True)
+
+        self._files.change(leave, give_up_charge)
         return left
 
     def _tell_empty(self) -> None:

@@ -37,9 +37,9 @@ class QueueFiles:
             todo = "move that file away to begin with an empty queue: runs go on"
             raise StateError("the queue is not read", where=str(self.items), why=str(error), todo=todo) from error
 
-    def change(self, make: Callable[[Queue], Queue]) -> Queue:
-        """Put what `make` makes of the queue in its place; on the disk when this returns. Raises what `make` raises,
-        StateError."""
+    def change(self, make: Callable[[Queue], Queue], then: Callable[[], None] = lambda: None) -> Queue:
+        """Put what `make` makes of the queue in its place, and with the lock still held do what comes `then`; on the
+        disk when this returns. Raises what `make` raises, StateError."""
         try:
             make_private(self.folder)
             with write_lock(self.folder / "write.lock"):
@@ -47,6 +47,7 @@ class QueueFiles:
                 if (queue := make(before)) != before:
                     write_atomic(self.items, queue.model_dump_json())
                     sync_folder(self.folder)
+                then()
                 return queue
         except OSError as error:
             raise StateError("the queue is not changed", where=str(self.folder), why=error) from error

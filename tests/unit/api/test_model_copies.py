@@ -48,7 +48,7 @@ async def test_what_a_queued_item_names_or_reads_is_kept_and_anything_else_remov
         for model in ("org/tiny", str(snapshot)):
             queued = config(tmp_path, model)
             monkeypatch.setattr(runs, "queued_configs", lambda _, queued=queued: {7: queued})
-            with pytest.raises(InputError, match="is in use on here.*queued item 7 is to use it"):
+            with pytest.raises(InputError, match=r"is in use on here.*queued item 7 is to use it"):
                 await engine.models.remove(queued, "org/tiny", "here")
         monkeypatch.setattr(runs, "queued_configs", lambda _: {7: config(tmp_path, "org/other")})
         freed = await engine.models.remove(config(tmp_path, "org/tiny"), "org/tiny", "here")

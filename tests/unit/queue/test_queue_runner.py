@@ -20,8 +20,10 @@ from engine.cluster.probe_results import OccupiedReport
 from engine.config.models import Config
 from engine.errors import InputError, LaunchError, NodeUnreachable, StateError
 from engine.models import Reason, RunState
+from engine.protocol import attempt
 from engine.queue.items import QueueItem
 from engine.queue.queue_files import QueueFiles, queued_configs
+from engine.queue.runner_process import runner_alive
 from engine.run.events import RunPlanned, StateChanged, Verdict
 from engine.run.journal import Journal
 from engine.run.run_plan import read_plan
@@ -171,6 +173,34 @@ async def test_a_disk_that_is_full_at_the_start_is_waited_for(
     await head.runner.run()
     assert len(taken) == 3 and head.states() == ["ended"]
     assert "No space left on device" in capsys.readouterr().err
+
+
+async def test_one_that_cannot_record_the_queues_end_is_still_in_charge(
+    head: Head, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, in_charge, real = list[str](), list[bool](), attempt.write_atomic
+
+    def write_atomic(path: Path, text: str) -> None:
+        if '"told_empty":true' in text and len(in_charge) < 2:
+            in_charge.append(runner_alive(head.home))
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, text)
+
+    def tell(_: Path, config: Config) -> None:
+        names.append(config.job.name)
+        in_charge.append(runner_alive(head.home))
+        if len(names) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("engine.api.queue_runner.queue_empty", tell)
+    monkeypatch.setattr("engine.api.queue_runner._RETRY_S", 0.0)
+    head.add("a1")
+    await head.turn()
+    head.end(1)
+    monkeypatch.setattr("engine.queue.queue_files.write_atomic", write_atomic)
+    await head.runner.run()
+    assert in_charge == [True, True, False] and names == ["a1"] and not runner_alive(head.home)
+    assert capsys.readouterr().err.count("Traceback") == 3
 
 
 def test_a_queue_that_cannot_be_read_is_not_taken_for_an_empty_one(head: Head) -> None:
