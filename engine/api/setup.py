@@ -32,7 +32,7 @@ from engine.errors import InputError, spans
 from engine.models import FrozenModel
 from engine.plan.capacity import Capacity
 from engine.protocol.attempt import read_regular, write_atomic
-from engine.protocol.manifest import DATA_PREFIX
+from engine.protocol.manifest import DATA_PREFIX, PUSHED
 from engine.security.identifiers import SshTarget
 from engine.security.paths import make_home
 
@@ -211,11 +211,12 @@ class SetupApi:
         return [*folders, *files][:_MOST_DATA]
 
     async def copies(self, config: Config, *, dataset: bool) -> dict[str, str]:
-        """The models, or data sets, that the nodes have, the largest first: as [job] names one → its size and nodes."""
+        """The models, or data sets, that the nodes have, the largest first: as [job] names one → its size and nodes.
+        What was pushed may be another project's."""
         kind, sizes, holders = "dataset" if dataset else "model", dict[str, int](), dict[str, list[str]]()
         for node in await self._models.list(config):
             for copy in node.copies:
-                if copy.kind == kind and copy.complete:
+                if copy.kind == kind and copy.complete and not copy.name.startswith(PUSHED):
                     name = DATA_PREFIX * dataset + copy.name
                     sizes[name] = max(copy.bytes, sizes.get(name, 0))
                     holders.setdefault(name, []).append(node.node)

@@ -19,7 +19,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import NoValue
-from engine.protocol.manifest import REVISION, HubName
+from engine.protocol.manifest import PUSHED, REVISION, HubName
 from engine.security.sanitise import count_or_none, finite_or_none, plain
 from engine.snapshots import CopyProgress
 
@@ -74,6 +74,9 @@ class Spreading:
         answers = await asyncio.gather(*(copies_of(self.fleet.agent(node), [hub]) for node in nodes))
         copies = {node.ssh: answer.best(hub) for node, answer in zip(nodes, answers, strict=True)}
         whole = {ssh: copy for ssh, copy in copies.items() if copy is not None and copy.complete}
+        if not whole and hub.name.startswith(PUSHED):
+            # The Hub may have another one of that name.
+            raise TransferRefused(f"no machine has {hub}", why=self._lacking(answers, hub))
         if not whole:
             free = {node.ssh: answer.free_bytes for node, answer in zip(nodes, answers, strict=True)}
             newest, path, node = await self._download(hub, nodes, targets, free, self._lacking(answers, hub))

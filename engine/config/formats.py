@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import InputError
-from engine.protocol.manifest import path_is_below, split_slices
+from engine.protocol.manifest import DATA_PREFIX, PUSHED, path_is_below, split_slices
 from engine.protocol.metric_patterns import LONGEST_LINE, LONGEST_NUMBER, LOSSES, metric_name
 from engine.protocol.partition import parse_split
 from engine.security.identifiers import LOCAL, SSH_TARGET_FORM, SshTarget
@@ -36,6 +36,14 @@ def path_form(text: object) -> str | None:
     except RuntimeError:
         return "a path below the home directory of an existing user"
     return None
+
+
+def data_form(text: object) -> str | None:
+    """Like `path_form`, for `data` of [job], which may be a data set of the Hub. What was pushed has its folder's name,
+    and that of another project may be the same."""
+    if str(text).startswith(DATA_PREFIX + PUSHED) and "@" not in str(text):
+        return "the data itself with [data] push = true, or what was pushed with its revision, @…"
+    return path_form(text)
 
 
 def remote_path_form(text: object) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 from engine.config import mlx_lm_keys
 from engine.config.documents import DocumentError, file_text, read_yaml
 from engine.config.faults import FileTable
-from engine.config.formats import path_form, resolved, splits_form, subset_form
+from engine.config.formats import data_form, path_form, resolved, splits_form, subset_form
 from engine.config.models import JobConfig
 from engine.protocol import launchers
 from engine.protocol.job import AUTO, STRATEGIES, Framework, scaled_rate, scaling_rule
@@ -30,7 +30,7 @@ _TRACKER_KEYS = ("report_to", "project_name")
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
 HUB = "hf_dataset"
 FEATURES = ("prompt_feature", "completion_feature", "chat_feature", "text_feature")
-PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
+PATH_KEYS = {"model": path_form, "data": data_form, "adapter_path": path_form, "resume_adapter_file": path_form}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = (
     *("FLIGHTDECK_*", "MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_WORLD_SIZE", "MLX_JACCL_*", "MASTER_ADDR"),
@@ -229,7 +229,7 @@ def _training(table: FileTable, base: Path) -> tuple[dict[str, Any], dict[str, F
         elif key in mlx_lm_keys.SIZE_KEYS:
             given[key] = mlx_lm_keys.in_bytes(value)
         fault = mlx_lm_keys.KEYS[key].form.fault(given[key])
-        if accepted := fault or (path_form(value) if key in PATH_KEYS else None):
+        if accepted := fault or (PATH_KEYS[key](value) if key in PATH_KEYS else None):
             locations[key].refuse(key, accepted, value)
             invalid.add(key)
     required = {"model": _EITHER} if _REQUIRED.keys().isdisjoint(locations) else _REQUIRED

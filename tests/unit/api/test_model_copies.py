@@ -13,7 +13,7 @@ from engine.api.engine import Engine
 from engine.cluster import copies
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.copies import Spreading
-from engine.cluster.transfer import CopyManifest
+from engine.cluster.transfer import CopyManifest, TransferRefused
 from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.local import LocalTransport
 from engine.config.load import load_config
@@ -107,6 +107,24 @@ async def test_this_machine_as_a_node_verifies_its_cache_and_its_own_folders(
             assert not (await engine.models.verify(here, name))["here"]
         (snapshot / "config.json").resolve().write_text("[]")
         assert await engine.models.verify(here, "org/tiny") == {"here": ("config.json",)}
+
+
+async def test_pushed_data_is_not_offered_to_another_job_nor_asked_of_the_hub(
+    tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is that of its folder, which another project's may have, too."""
+    pushed, rows = HubName("dataset", "pushed/rows"), {"train.jsonl": b'{"text": "a"}\n'}
+    cache_files(tmp_path / "home/node/pushed", pushed, rows)
+    cache_files(tmp_path / "hub", HubName("dataset", "org/rows"), rows)
+    monkeypatch.setattr(Spreading, "_ask_hub", None)
+    here = config(tmp_path, "org/tiny")
+    async with Engine(tmp_path / "home") as engine:
+        assert "pushed/rows" in {copy.name for node in await engine.models.list(here) for copy in node.copies}
+        assert [*await engine.setup.copies(here, dataset=True)] == ["hf:org/rows"]
+        with pytest.raises(TransferRefused, match="no machine has pushed/other"):
+            await Spreading(engine.models._session.fleet, {}, lambda _: None).repository(
+                pushed._replace(name="pushed/other"), {"127.0.0.1": here.nodes[0]}, []
+            )
 
 
 async def test_the_machine_with_the_fastest_way_downloads(

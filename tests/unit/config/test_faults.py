@@ -232,6 +232,7 @@ CASES = [
     (NODES + HUB + "{path = 'a/b'}\ntest = true", "job.hf_dataset.test_split", "test = true"),
     (NODES + HUB + "{path = 'a/b'}\n[data]\nsubset = 'x'\nsplits = {train = 'x'}", "data.splits", "hf_dataset"),
     (NODES + JOB + "[data]\nsubset = '..'", "data.subset", "folder"),
+    (NODES + '[job]\nmodel = "m"\ndata = "hf:pushed/rows"', "job.data", "[data] push = true"),
     (NODES + JOB + "[data]\nsplits = {valid = 'test'}", "data.splits", "train"),
     (NODES + JOB + "[data]\nsplits = {train = 'train[10'}", "data.splits", "train[:80%]"),
     # keys of earlier mlx-lm
