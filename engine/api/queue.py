@@ -111,7 +111,11 @@ class QueueApi:
 
     def install(self, made: Autostart) -> None:
         """Raises StateError."""
-        install(made)
+        try:
+            install(made)
+        finally:
+            # An agent that is loaded again ends the process that it had started.
+            start_runner(self._home)
         audit_log("queue", "installed", {"kind": made.kind}, home=self._home)
 
     def uninstall(self, made: Autostart) -> None:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from engine.protocol.attempt import write_atomic
 from engine.security.sanitise import last_line, plain
 
 _LIMIT_S = 20.0
+_UNLOADED_S, _AGAIN_S = 10.0, 0.2
+"""launchctl does not wait for the end of an agent that it unloads, and refuses to load it until then."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ def install(made: Autostart) -> None:
     if made.file is None:
         _put_crontab([*_other_lines(made), made.text])
         return
+    until = time.monotonic()
     if made.file.exists():
+        until += _UNLOADED_S * (made.kind == "launchd")
         # launchd refuses to load an agent twice; one that is not loaded is not unloaded.
         for command in made.to_uninstall:
             with contextlib.suppress(StateError):
@@ -86,7 +91,7 @@ def install(made: Autostart) -> None:
     except OSError as error:
         raise StateError("the queue's start is not installed", where=str(made.file), why=error) from error
     for command in made.to_install:
-        _run(command)
+        _run_until(until, command)
 
 
 def uninstall(made: Autostart) -> None:
@@ -114,6 +119,19 @@ def _other_lines(made: Autostart) -> list[str]:
 def _put_crontab(lines: list[str]) -> None:
     """crontab(1) replaces it as a whole."""
     _run(("crontab", "-"), "".join(f"{line}\n" for line in lines))
+
+
+def _run_until(until: float, command: tuple[str, ...]) -> None:
+    """Again and again until it succeeds, or that time has come. Raises StateError."""
+    while True:
+        try:
+            _run(command)
+        except StateError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_AGAIN_S)
+        else:
+            return
 
 
 def _run(command: tuple[str, ...], given: str = "") -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import plistlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from engine.api import Engine
 from engine.errors import StateError
 from engine.queue import autostart
-from engine.queue.autostart import install, uninstall
+from engine.queue.autostart import Autostart, install, uninstall
 
 CRONTAB = """#!/bin/sh
 [ -e "$0.broken" ] && { echo "permission denied" >&2; exit 1; }
@@ -90,6 +93,51 @@ def test_an_agent_that_is_loaded_is_unloaded_before_it_is_loaded_again(
     loaded.clear()
     install(made)
     assert len(loaded) == 1, "also one that somebody has unloaded"
+
+
+def test_an_agent_is_loaded_once_the_one_before_has_ended(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, refused, refusals = [1e3], list[float](), 1
+
+    def launchctl(command: tuple[str, ...], given: str = "") -> None:
+        if command[1] == "bootstrap" and len(refused) < refusals:
+            refused.append(now[0])
+            raise StateError("`launchctl bootstrap` failed", why="37: Operation already in progress")
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(autostart, "_run", launchctl)
+    monkeypatch.setattr(autostart, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    made = autostart.autostart(home, tmp_path)
+    with pytest.raises(StateError, match="already in progress"):
+        install(made)
+    assert now == [1e3], "none was loaded"
+    refusals = 4
+    install(made)
+    assert len(refused) == 4
+    refusals = 10**6
+    with pytest.raises(StateError, match="already in progress"):
+        install(made)
+    assert now[0] < 1e3 + 15
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_queue_goes_on_when_its_agent_was_loaded_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    def load(_: Autostart) -> None:
+        if refused:
+            raise StateError("`launchctl bootstrap` failed")
+
+    started: list[Path] = []
+    monkeypatch.setattr("engine.api.queue.install", load)
+    monkeypatch.setattr("engine.api.queue.start_runner", started.append)
+    with contextlib.suppress(StateError):
+        Engine(home).queue.install(Autostart("launchd", ""))
+    assert started == [home]
 
 
 def test_a_unit_has_its_paths_as_systemd_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
