@@ -118,6 +118,9 @@ class Spreading:
         problems = [lacking] if lacking else []
         for group in ([*targets.values()], [node for node in nodes if node.ssh not in targets]):
             for node, answer in await self._ways_out(hub, group):
+                if answer.keys() == {"rate"}:
+                    # It was late, and its size is not known yet.
+                    answer = await self._ask_hub(node, hub, get=False)
                 if "problem" not in answer:
                     need = count_or_none(answer.get("bytes")) or 0
                     self._check_room(hub, need, {ssh: free.get(ssh) for ssh in (node.ssh, *targets)})

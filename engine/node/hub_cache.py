@@ -198,7 +198,7 @@ def blob_digest(path: Path) -> str | None:
 
 
 _HUB = """
-import json, os, ssl, sys, threading, time, urllib.request
+import http.client, json, os, ssl, sys, threading, time, urllib.request
 def ends():
     while os.read(0, 1024): pass
     os._exit(1)
@@ -218,7 +218,7 @@ def rate(commit, file):
         with urllib.request.urlopen(request, timeout=5, context=trusted) as answer:
             while came < sample and time.monotonic() - began < 5 and (data := answer.read(65536)):
                 came += len(data)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         pass
     return came / (time.monotonic() - began)
 if get:

@@ -138,16 +138,20 @@ async def test_the_machine_with_the_fastest_way_downloads(
         "a": {"bytes": 9, "rate": 1e6},
         "b": {"problem": "offline"},
         "c": {"bytes": 9, "rate": 5e6},
+        "d": {"bytes": 9 * 10**8},
     }
 
     async def ask(self: Spreading, node: NodeConfig, hub: HubName, **asked: object) -> dict[str, Any]:
-        if node.name == "d":
+        if node.name == "d" and asked.get("sample"):
             await asyncio.Event().wait()
-        return dict(answers[node.name])
+        return {"problem": "no room"} if asked["get"] else dict(answers[node.name])
 
     monkeypatch.setattr(Spreading, "_ask_hub", ask)
     monkeypatch.setattr(copies, "_COMPARED_S", 0.1)
     async with Fleet(tmp_path / "home") as fleet:
-        ways = await Spreading(fleet, {}, notes.append)._ways_out(HubName("model", "org/tiny"), nodes)
+        hub, spreading = HubName("model", "org/tiny"), Spreading(fleet, {}, notes.append)
+        ways = await spreading._ways_out(hub, nodes)
+        with pytest.raises(TransferRefused, match=r"no room for org/tiny: it takes 0.90 GB, and 0.50 GB are free"):
+            await spreading._download(hub, nodes, {node.ssh: node for node in nodes}, {"d": 5 * 10**8}, "")
     assert [node.name for node, _ in ways] == ["c", "a", "d", "b"], "who is late is tried after the others"
-    assert [note.note for note in notes] == ["has the best way to the Hub: c 5.0 MB/s, a 1.0 MB/s"]
+    assert {note.note for note in notes} == {"has the best way to the Hub: c 5.0 MB/s, a 1.0 MB/s"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from engine.node.hub_cache import snapshots
 from engine.protocol.manifest import HubName
-from tests.hub_server import hub
+from tests.hub_server import Hub, hub
 from tests.model_copies import COMMIT
 from tests.model_files import llama_files
 
@@ -59,6 +59,22 @@ def test_the_begin_of_its_largest_file_measures_the_way_to_the_hub(sent: list[st
     assert about["bytes"] == sum(map(len, llama_files().values())) and about["rate"] > 0
     largest = max(llama_files().items(), key=lambda file: len(file[1]))[0]
     assert [path.rpartition("/")[2] for path in sent] == [largest]
+
+
+def test_a_sample_that_is_cut_off_is_no_reason_against_a_machine(
+    sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(self: Hub, code: int, body: bytes, headers: Mapping[str, str], *, content: bool) -> None:
+        if self.headers.get("Range") is None:
+            send(self, code, body, headers, content=content)
+            return
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1000\r\ncut")
+        self.close_connection = True
+
+    send = Hub._send
+    monkeypatch.setattr(Hub, "_send", cut)
+    about = answer(get=False, sample=1000)
+    assert (about["commit"], about["rate"]) == (COMMIT, 0)
 
 
 def test_offline_is_respected_and_told(sent: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
