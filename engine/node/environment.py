@@ -62,6 +62,9 @@ def made_environment() -> Iterator[dict[str, Any]]:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / MARKER).is_file():
                 yield from _make(folder, request, reaper)
+            if request["wheels"]:
+                # Also where another head has made it meanwhile.
+                shutil.rmtree(Path(request["wheels"]).expanduser(), ignore_errors=True)
             yield {"made": json.loads((folder / MARKER).read_bytes())}
     except OSError as error:
         yield {"problem": f"no environment is made: {reason_of(error, Path(error.filename or folder))}"}
@@ -90,8 +93,6 @@ def _make(folder: Path, request: Mapping[str, Any], reaper: GroupReaper) -> Iter
     yield from _printed(install, environment, reaper, "".join(f"{line}\n" for line in request["requirements"]))
     *_, report = _printed([python, "-I", "-c", _LIST, str(folder)], environment, reaper)
     write_atomic(folder / MARKER, report["line"])
-    if wheels is not None:
-        shutil.rmtree(wheels, ignore_errors=True)
 
 
 def _printed(

@@ -68,8 +68,10 @@ def test_it_is_made_of_what_came_over_its_stdin_and_then_is_there(tmp_path: Path
         made = report(process)["made"]
     assert made["id"] == folder.name and "pytest" in made["packages"]
     assert json.loads((folder / MARKER).read_text()) == made
-    with probe(folder, uv) as process:
+    (wheels := tmp_path / "node" / "0123456789abcdef.wheels").mkdir()
+    with probe(folder, uv, wheels=str(wheels)) as process:
         assert report(process) == {"made": made}
+    assert not wheels.exists(), "another head has made it meanwhile"
     assert not has_secret(tmp_path / "node")
 
 
