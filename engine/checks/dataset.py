@@ -136,7 +136,8 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
     sound = any(all(file.fault is None for file in files) for files in read_files.values())
     for node, files in findings.answered(answers):
         fix = None if sound or node.name in conversions else _corrected_copy(files)
-        advice = "" if node.name in conversions else f"; [data] valid = {VALID_SHARE} splits it off"
+        splits_off = node.name in conversions and (not config.data.splits or config.data.valid is not None)
+        advice = "" if splits_off else f"; [data] valid = {VALID_SHARE} splits it off"
         _check_node(files, settings, findings.on(node), fix, advice)
         shapes = [conversions[node.name].describe()] if node.name in conversions else []
         described = "; ".join([*(file.describe() for file in files), *shapes])
@@ -311,8 +312,9 @@ async def inspect_data(context: CheckContext, shown: int) -> DataInspection:
     model = context.path(node, node.model or job.model) if job.model is not None else ""
     hub = hub_names(context.config).get("model")
     absent = hub is not None and takes(context.config, "model", node)
-    if hub and absent and not (await copies_of(context.agent(node), [hub], (), [model])).present:
-        warnings.append(f"{hub} is not on {node.name} yet, so that no tokens are counted: a launch brings it there")
+    if hub and absent and not (there := await copies_of(context.agent(node), [hub], (), [model])).present:
+        absence = f"{hub} is not on {node.name} yet, so that no tokens are counted: a launch brings it there"
+        warnings.append(f"no tokens are counted: {there.problem}" if there.problem else absence)
         model = ""
     if present and model:
         report = await try_rows(context, node, [f"{source}/{name}.jsonl" for name in present])

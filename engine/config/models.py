@@ -220,7 +220,7 @@ class DataConfig(_Section):
     Default: by the names of files."""
     valid: Share | None = None
     """Share of the rows that is split off for validation where there is no such file, by the hash of each row. Default:
-    0.05; none from a folder with mlx-lm's train.jsonl."""
+    0.05; none from a folder with mlx-lm's train.jsonl, or with `splits`."""
     test: Share | None = None
     """The same for the test. Default: none."""
     push: bool = False

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from engine.checks import dataset as check
 from engine.checks.context import CheckContext
 from engine.checks.dataset import inspect_data
-from engine.config.models import Config, DataConfig
+from engine.cluster.probe_results import NodeCopies
+from engine.config.models import Config, DataConfig, on_node
 from engine.models import CheckResult, CheckStatus
 from engine.node.probes import dataset
 from tests.checks.conftest import make_config, run_check
@@ -254,6 +255,18 @@ async def test_data_of_another_kind_is_said_with_its_shape_and_what_is_not_read(
     assert (result.summary, 10 <= valid <= 30) == (f"{expected}; not read: id", True)
 
 
+async def test_named_rows_without_validation_are_split_no_further(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "qa.csv").write_text("question,answer\n" + "".join(f"{row}?,b\n" for row in range(90)))
+    nodes = tuple(node.model_copy(update={"data": str(tmp_path / "qa.csv")}) for node in config.nodes)
+    named = config.model_copy(update={"nodes": nodes, "data": DataConfig(splits={"train": "train[:80%]"})})
+    result = await run_check(check.run, named)
+    assert result.status is CheckStatus.WARN
+    assert "valid.jsonl is missing" in result.summary and "[data] valid = 0.05 splits it off" in result.summary
+    chosen = named.model_copy(update={"data": named.data.model_copy(update={"valid": 0.25})})
+    result = await run_check(check.run, chosen)
+    assert "is missing" not in result.summary and "25.0% split off as valid" in result.evidence["node0"], result.summary
+
+
 async def test_a_split_that_gets_no_row_is_said(config: Config, tmp_path: Path) -> None:
     (tmp_path / "qa.csv").write_text("question,answer\n" + "".join(f"{row}?,b\n" for row in range(9)))
     nodes = tuple(node.model_copy(update={"data": str(tmp_path / "qa.csv")}) for node in config.nodes)
@@ -289,6 +302,29 @@ async def test_large_data_is_refused_with_the_command_that_converts_it_on_each_n
     assert inspected[0].faults == () and inspected[0].files["train"].examples == 2
     expected = f"not converted on node1: {paths[1]}: line 2 has 1 fields, and the header has 2"
     assert inspected[0].warnings == (expected,)
+
+
+@pytest.mark.parametrize(("problem", "warning"), [
+    (None, "org/tiny is not on node0 yet, so that no tokens are counted: a launch brings it there"),
+    ("its disk answers no more", "no tokens are counted: its disk answers no more"),
+])  # fmt: skip
+async def test_a_model_that_is_not_there_is_not_one_that_could_not_be_looked_for(
+    config: Config, monkeypatch: pytest.MonkeyPatch, problem: str | None, warning: str
+) -> None:
+    async def copies_of(*_: object) -> NodeCopies:
+        return NodeCopies(cache="/hub", free_bytes=0, copies=(), problem=problem)
+
+    monkeypatch.setattr(check, "copies_of", copies_of)
+    job = config.job.model_copy(update={"model": "org/tiny"})
+    nodes = [node.model_copy(update={"model": on_node("org/tiny", node, config.folder)}) for node in config.nodes]
+    inspected = []
+
+    async def inspect(context: CheckContext) -> CheckResult:
+        inspected.append(await inspect_data(context, 1))
+        return CheckResult(name=check.NAME, status=CheckStatus.PASS, summary="")
+
+    await run_check(inspect, config.model_copy(update={"job": job, "nodes": tuple(nodes)}))
+    assert inspected[0].warnings == (warning,) and inspected[0].files["train"].examples == 40
 
 
 @pytest.mark.usefixtures("tried_here")
