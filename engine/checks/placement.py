@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import posixpath
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +23,11 @@ from engine.config.models import Config, NodeConfig, on_node
 from engine.errors import LaunchError
 from engine.models import NodeFacts
 from engine.plan.network import plan_network
-from engine.protocol.manifest import DATA_PREFIX, PUSHED, HubName, hub_name
+from engine.protocol.attempt import read_regular
+from engine.protocol.manifest import DATA_PREFIX, PUSHED, REVISION, HubName, hub_name
 from engine.security.identifiers import make_identifier
 from engine.snapshots import CopyProgress
+from engine.store.layout import RunDir, run_names
 
 Report = Callable[[CopyProgress], None]
 
@@ -88,8 +91,18 @@ async def _push(spreading: Spreading, config: Config, targets: Mapping[str, Node
     holder = await read_manifest(spreading.fleet, THIS_MACHINE, str(source))
     content = hashlib.sha256(repr(sorted(holder.files)).encode()).hexdigest()[:40]
     pushed = HubName("dataset", f"{PUSHED}{make_identifier(source.stem, 'data')}", content)
-    folders = await spreading.files([holder], {"repository": pushed}, [*targets.values()])
+    named = await asyncio.to_thread(_named_revisions, spreading.fleet.home, pushed)
+    folders = await spreading.files([holder], {"repository": pushed, "named": named}, [*targets.values()])
     return {ssh: posixpath.join(folder, source.name) if source.is_file() else folder for ssh, folder in folders.items()}
+
+
+def _named_revisions(home: Path, pushed: HubName) -> list[str]:
+    """Those that the plans of runs here name. On a node nothing names one before the run's first attempt there."""
+    pattern, named = re.compile(rf"/{re.escape(pushed.folder)}/snapshots/({REVISION})"), set[str]()
+    for run in run_names(home):
+        with contextlib.suppress(OSError):
+            named.update(pattern.findall(read_regular(RunDir(home / "runs" / run).plan).decode(errors="replace")))
+    return sorted(named)
 
 
 def push_fix(config: Config, key: str) -> Fix | None:

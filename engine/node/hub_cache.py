@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,9 +77,9 @@ def root_of(hub: HubName, cache: Path | None = None) -> Path:
     return pushed_root() if hub.name.startswith(PUSHED) else cache or hub_cache(login_environment())
 
 
-def drop_older(newest: Path) -> int:
-    """Remove those revisions beside a pushed one that no run on this node names, but the newest _KEPT; the bytes that
-    were freed. Raises OSError."""
+def drop_older(newest: Path, named: Container[str]) -> int:
+    """Remove those revisions beside a pushed one that no run on this node names, nor the head, but the newest _KEPT;
+    the bytes that were freed. Raises OSError."""
     os.utime(newest)
     repository = newest.parents[1]
     revisions = sorted(newest.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -87,7 +87,7 @@ def drop_older(newest: Path) -> int:
         return 0
     specs = [read_regular(path).decode(errors="replace") for path in node_root().glob("runs/*/attempts/*/spec.json")]
     for path in revisions[_KEPT:]:
-        if not any(path.name in spec for spec in specs):
+        if path.name not in named and not any(path.name in spec for spec in specs):
             shutil.rmtree(path)
     linked = {os.path.realpath(file) for file in files_below(repository / "snapshots")}
     freed = 0

@@ -69,8 +69,9 @@ class CopyPlace:
     as they are called in a folder."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        """`asked`: `repository` (kind, name, commit) with its `refs`, in the cache or else below `root`; or `folder`.
-        Raises TransferError, OSError."""
+        """`asked`: `repository` (kind, name, commit) with its `refs`, in the cache or among what was pushed, and its
+        `named` revisions, which are kept; or `folder`. Raises TransferError, OSError."""
+        self.named = asked.get("named", [])
         self.refs = [ref for ref in asked.get("refs", ()) if path_is_below(ref)]
         if asked.get("repository") is None:
             self.repository, self.folder = None, Path(asked["folder"]).expanduser()
@@ -133,7 +134,7 @@ class CopyPlace:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, self.folder.name)
         with contextlib.suppress(OSError):
-            return drop_older(self.folder) if self.repository.parent == pushed_root() else 0
+            return drop_older(self.folder, self.named) if self.repository.parent == pushed_root() else 0
         return 0
 
 

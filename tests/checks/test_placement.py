@@ -70,7 +70,7 @@ def test_pushed_data_is_read_as_what_is_not_pushed(config: Config) -> None:
     assert config.data.model_copy(update={"push": True}).options == {}
 
 
-async def test_old_pushed_data_is_removed_and_that_is_said(config: Config, tmp_path: Path) -> None:
+async def test_old_pushed_data_that_no_run_names_is_removed_and_that_is_said(config: Config, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     (away,) = config.nodes
     away = away.model_copy(update={"ssh": "away", "data": on_node("rows", away, config.folder)})
@@ -80,11 +80,16 @@ async def test_old_pushed_data_is_removed_and_that_is_said(config: Config, tmp_p
     steps, folders = list[CopyProgress](), list[Path]()
     async with Fleet(tmp_path / "home") as fleet:
         fleet._transports["away"] = LocalTransport()
-        for number in range(4):
+        for number in range(5):
             (tmp_path / "rows" / "train.jsonl").write_text(f"rows {number}")
-            folders.append(Path(str((await placed(config, fleet, [], steps.append)).nodes[0].data)))
-    assert [folder.exists() for folder in folders] == [False, True, True, True]
-    assert (folders[3] / "train.jsonl").read_text() == "rows 3"
+            placed_config = await placed(config, fleet, [], steps.append)
+            folders.append(Path(str(placed_config.nodes[0].data)))
+            if number == 0:
+                # A run that has not come to its first attempt.
+                (plan := tmp_path / "home/runs/first/plan.json").parent.mkdir(parents=True)
+                plan.write_text(placed_config.model_dump_json())
+    assert [folder.exists() for folder in folders] == [True, False, True, True, True]
+    assert (folders[4] / "train.jsonl").read_text() == "rows 4"
     assert [step.note for step in steps if "older" in step.note] == [
         "0.00 GB of older pushed data removed: no run there needs it"
     ]
