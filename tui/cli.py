@@ -311,8 +311,8 @@ def _cluster(commands: Commands) -> None:
         adopts=False,
     )
     _config(data)
-    what = "a file or folder of this machine, with mlx-lm's defaults, in place of the configuration's data"
-    data.add_argument("path", nargs="?", type=Path, metavar="PATH", help=what)
+    what = 'a file or folder of this machine, or "hf:org/set SUBSET" in its cache, with mlx-lm\'s defaults, in place '
+    data.add_argument("path", nargs="?", metavar="PATH", help=f"{what}of the configuration's data")
     data.add_argument("--model", type=Path, metavar="DIR", help="with PATH: the model whose tokens are counted")
     data.add_argument("--rows", type=_count(1000), default=10, metavar="N", help="rows that are shown (default 10)")
     what = "write train.jsonl, valid.jsonl and test.jsonl into DIR, which is made; none is overwritten"

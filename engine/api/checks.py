@@ -17,12 +17,16 @@ from engine.checks.dataset import DataInspection, copy_data, inspect_data
 from engine.checks.doctor import examine_machine
 from engine.checks.rsync import sync_workdirs
 from engine.checks.runner import run_checks, validate_skip
+from engine.config.draft import data_and_subset
+from engine.config.formats import subset_form
 from engine.config.mlx_lm_keys import with_defaults
-from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.config.models import ClusterConfig, Config, DataConfig, JobConfig, NodeConfig
 from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus, PreflightReport, SyncReport
 from engine.notify.channels import send_to_all
+from engine.protocol.manifest import hub_name
 from engine.security.audit import audit_log
+from engine.security.identifiers import safe_repr
 from engine.snapshots import ChannelAnswer, Notification
 
 
@@ -53,12 +57,17 @@ class ChecksApi:
             overridden=validate_skip([*config.preflight.skip, *skip]),
         )
 
-    def data_config(self, data: Path, model: Path | None = None) -> Config:
-        """For `data` on this machine, with mlx-lm's defaults, without a configuration file."""
-        node = NodeConfig(name="here", python=sys.executable, workdir=str(Path.cwd()))
+    def data_config(self, data: str, model: Path | None = None) -> Config:
+        """For a path on this machine, or "hf:org/set SUBSET" as its cache has it, with mlx-lm's defaults, without a
+        configuration file. Raises InputError for a subset of another form."""
         chosen = str(model.absolute()) if model is not None else None
-        job = JobConfig(name="data", data=str(data.absolute()), model=chosen, mlx_lm=with_defaults({}))
-        return Config(cluster=ClusterConfig(), nodes=(node,), job=job)
+        name, subset = data_and_subset(data)
+        if subset and (accepted := subset_form(subset)):
+            raise InputError(f"{safe_repr(subset)} is not a subset", todo=f"give {accepted}")
+        path = name if hub_name(name) else str(Path(name).expanduser().absolute())
+        node = NodeConfig(name="here", python=sys.executable, workdir=str(Path.cwd()), data=path)
+        job = JobConfig(name="data", data=path, model=chosen, mlx_lm=with_defaults({}))
+        return Config(cluster=ClusterConfig(), nodes=(node,), job=job, data=DataConfig(subset=subset))
 
     async def data(self, config: Config, *, shown: int, folder: Path | None = None) -> DataInspection:
         """A job's data as its first node reads it, with `shown` rows; its files are copied to `folder`. Raises

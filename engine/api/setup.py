@@ -229,7 +229,7 @@ class SetupApi:
         """The job's data as its first node reads it, or where it is sent from here, as this machine does. Raises as
         ChecksApi.data."""
         if config.data.push:
-            config = self._checks.data_config(config.folder / Path(config.job.data or "").expanduser())
+            config = self._checks.data_config(str(config.folder / Path(config.job.data or "").expanduser()))
         return await self._checks.data(config, shown=shown)
 
     async def capacities(self, config: Config) -> dict[str, Capacity]:

@@ -36,6 +36,7 @@ from engine.cluster.probe_results import (
     JsonlSummary,
     RowsReport,
     ShownRow,
+    TemplateReport,
 )
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
@@ -298,6 +299,10 @@ async def inspect_data(context: CheckContext, shown: int) -> DataInspection:
     if (why := job.kind.own_model) is not None:
         raise InputError("there is no data to look at", why=why)
     source, keys = context.path(node, node.data or job.data or ""), json.dumps(data_options(context.config))
+    if source.startswith(DATA_PREFIX):
+        fix = push_fix(context.config, "data") if context.config.file is not None else None
+        command = fix.command if fix is not None else f"hf download --repo-type dataset {source[len(DATA_PREFIX) :]}"
+        raise InputError(f"{node.name} has no whole copy of {source}", todo=f"`{command}` brings it there")
     asked = [f"{source}/{name}.jsonl" for name in _SPLITS]
     read = await context.probe(node, "jsonl", keys, *asked, result_type=JsonlSummaries, timeout_s=_INSPECT_LIMIT_S)
     answers = each_of(read.files, asked, node)
@@ -309,15 +314,15 @@ async def inspect_data(context: CheckContext, shown: int) -> DataInspection:
         warnings = [*read.conversion.warnings, *await _convert_elsewhere(context)]
     warnings += row_warnings({str(file.path): file.seen.tally for file in present.values()}, job.mlx_lm)
     lengths, rows = dict[str, dict[int, int]](), RowsReport(rows=[])
-    model = context.path(node, node.model or job.model) if job.model is not None else ""
-    hub = hub_names(context.config).get("model")
-    absent = hub is not None and takes(context.config, "model", node)
-    if hub and absent and not (there := await copies_of(context.agent(node), [hub], (), [model])).present:
-        absence = f"{hub} is not on {node.name} yet, so that no tokens are counted: a launch brings it there"
-        warnings.append(f"no tokens are counted: {there.problem}" if there.problem else absence)
-        model = ""
+    model, unmeasured = await _model_there(context, node)
+    warnings += [unmeasured] if unmeasured else []
     if present and model:
-        report = await try_rows(context, node, [f"{source}/{name}.jsonl" for name in present])
+        try:
+            report = await try_rows(context, node, [f"{source}/{name}.jsonl" for name in present])
+        except InputError as untried:
+            # The rows are shown as they are.
+            report, model = TemplateReport(refused=[]), ""
+            warnings.append(str(untried))
         warnings += row_warnings(report.tallies, job.mlx_lm)
         lengths = {PurePosixPath(name).stem: tokens for name, tokens in report.lengths.items()}
         faults = rows_refused(report, job.mlx_lm)
@@ -335,6 +340,17 @@ async def inspect_data(context: CheckContext, shown: int) -> DataInspection:
         warnings=tuple(warnings),
         faults=tuple(dict.fromkeys(faults)),
     )
+
+
+async def _model_there(context: CheckContext, node: NodeConfig) -> tuple[str, str]:
+    """The job's model as the node has it, and why no tokens are counted where it has none."""
+    job, hub = context.config.job, hub_names(context.config).get("model")
+    model = context.path(node, node.model or job.model) if job.model is not None else ""
+    if hub is None or not takes(context.config, "model", node):
+        return model, ""
+    there = await copies_of(context.agent(node), [hub], (), [model])
+    absent = f"{hub} is not on {node.name} yet: a launch brings it there"
+    return (model, "") if there.present else ("", f"no tokens are counted: {there.problem or absent}")
 
 
 async def _convert_elsewhere(context: CheckContext) -> list[str]:

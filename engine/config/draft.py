@@ -110,12 +110,16 @@ def draft(
     return "\n".join(lines) + "\n"
 
 
+def data_and_subset(text: str) -> tuple[str, str | None]:
+    """A data set of the Hub with its subset behind it, "hf:openai/gsm8k main"; anything else as it is."""
+    name, _, subset = text.partition(" ")
+    return (name, subset.strip()) if name.startswith(DATA_PREFIX) and subset.strip() else (text, None)
+
+
 def split_subset(settings: Mapping[str, object]) -> dict[str, object]:
-    """With the subset behind a data set's name, "hf:openai/gsm8k main", as data.subset."""
-    name, _, subset = str(settings.get("data", "")).partition(" ")
-    if not name.startswith(DATA_PREFIX) or not subset.strip():
-        return dict(settings)
-    return {**settings, "data": name, "data.subset": subset.strip()}
+    """With the subset behind the data set's name as data.subset."""
+    name, subset = data_and_subset(str(settings.get("data", "")))
+    return {**settings, "data": name, "data.subset": subset} if subset is not None else dict(settings)
 
 
 def checked_host(host: str) -> SshTarget:

@@ -305,7 +305,7 @@ async def test_large_data_is_refused_with_the_command_that_converts_it_on_each_n
 
 
 @pytest.mark.parametrize(("problem", "warning"), [
-    (None, "org/tiny is not on node0 yet, so that no tokens are counted: a launch brings it there"),
+    (None, "no tokens are counted: org/tiny is not on node0 yet: a launch brings it there"),
     ("its disk answers no more", "no tokens are counted: its disk answers no more"),
 ])  # fmt: skip
 async def test_a_model_that_is_not_there_is_not_one_that_could_not_be_looked_for(

@@ -10,6 +10,7 @@ import pytest
 from engine.api import DataInspection
 from engine.cluster.probe_results import JsonlSummary, ShownRow
 from tests.tui.commands import flightdeck
+from tests.unit.node.data_set_cases import DataSet
 from tui.commands.data import show
 from tui.commands.terminal import Lines
 
@@ -38,6 +39,26 @@ def test_data_that_cannot_be_read_is_told_with_the_row_and_exits_1(home: Path, t
     document = json.loads(done.out)
     assert (done.code, document["files"], document["rows"]) == (1, {}, [])
     assert document["faults"] == [f"{tmp_path}/qa.csv: line 2 has 1 fields, and the header has 2"]
+
+
+def test_a_data_set_in_the_cache_is_named_with_its_subset(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hf" / "hub" / "datasets--org--set"
+    card = "configs:\n- config_name: en\n  data_files: en.jsonl\n- config_name: fr\n  data_files: fr.jsonl\n"
+    files = {"en.jsonl": range(30), "fr.jsonl": range(30, 90)}
+    snapshot = DataSet(files, card).write(repository / "snapshots" / ("a" * 40))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    done = flightdeck(home, "data", "hf:org/set fr", "--rows", "1", "--model", "no-model", cwd=tmp_path)
+    assert done.code == 0 and f"{snapshot} on here" in done.out, done.err
+    assert "user: 30\nassistant: a" in done.out and f"there is no {tmp_path}/no-model" in " ".join(done.out.split())
+    for name, code, why in (
+        ("hf:org/set", 1, "several subsets, one of which [data] subset names: its README.md has en, fr"),
+        ("hf:org/set ../fr", 2, "not a subset"),
+        ("hf:org/other", 2, "`hf download --repo-type dataset org/other` brings it there"),
+    ):
+        done = flightdeck(home, "data", name, cwd=tmp_path)
+        assert (done.code, why in " ".join((done.out + done.err).split())) == (code, True), done.out + done.err
 
 
 def test_lengths_are_summed_up_and_what_is_masked_is_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from tui.commands.terminal import Lines, accepted_config, print_json
 def data(options: argparse.Namespace, engine: Engine) -> int:
     """Show the data, and copy it with --write; 1 when it cannot be trained on."""
     if options.path is not None:
-        config = engine.checks.data_config(options.path.expanduser(), options.model and options.model.expanduser())
+        config = engine.checks.data_config(options.path, options.model and options.model.expanduser())
     else:
         config = accepted_config(options, engine)
 

@@ -185,6 +185,9 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
     keys = json.loads(settings)
     loader = _transformers if keys.get("framework") == "torch" else _mlx_lm
     load, fast = functools.lru_cache(None)(functools.partial(loader, Path(model), keys)), None
+    if not Path(model).is_dir():
+        # The libraries would take its path for a name on the Hub.
+        return {"problem": f"there is no {model}"}
     try:
         with contextlib.suppress(Exception):
             fast = importlib.import_module("tokenizers").Tokenizer.from_file(f"{model}/tokenizer.json")
