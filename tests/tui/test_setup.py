@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from engine.api import Config, EnvironmentPlan
+from engine.api import Config, DataInspection, EnvironmentPlan
 from engine.snapshots import CopyProgress
 from tests.tui.conftest import SMALL, Console, opened
 from tests.tui.fake_engine import FINGERPRINT, NOW, FakeEngine
 from tui.app import FlightDeckApp
-from tui.screens.setup import Setup
+from tui.screens.setup import Setup, _inspected
 
 MOST_KEYS = 15
 
@@ -160,3 +160,12 @@ async def test_a_node_without_mlx_gets_an_environment(fake: FakeEngine, folder: 
         ]
         await console.press("escape")
         await at(console, "nodes")
+
+
+def test_data_that_cannot_be_read_is_not_told_as_read() -> None:
+    why = "/data has several subsets"
+    read = DataInspection(
+        node="vm", source="/data", conversion=None, files={}, lengths={}, rows=(), warnings=(), faults=(why,)
+    )
+    lines = [line.plain for line in _inspected(read, 70)]
+    assert len(lines) == 2 and lines[0].endswith("vm, /data") and lines[1].endswith(why)

@@ -301,7 +301,8 @@ class _Model(_Named):
 
 
 class _Data(_Named):
-    name, title, placeholder = "data", "What it is trained on.", "a folder or file on every node, or hf:org/set SUBSET"
+    name, placeholder = "data", "a folder or file on every node, or hf:org/set SUBSET"
+    title = "What it is trained on. Of a data set's subsets one is typed behind its name."
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -345,6 +346,7 @@ def _inspected(inspection: DataInspection, width: int) -> list[Content]:
         counts = f": {row.tokens:,} tokens, {row.targets:,} trained on" if row.tokens else ""
         shown = Content.assemble((row.masked, MUTED), (row.trained, "bold" if row.masked else "")).wrap(width)[:5]
         lines += [Content.styled(f"line {row.line:,}{counts}", MUTED), *shown]
+    lines = lines if inspection.files else lines[:1]
     return lines + [pair("but", text, width, style="$warning") for text in (*inspection.faults, *inspection.warnings)]
 
 
