@@ -21,10 +21,11 @@ ROWS = NodeCopy(kind="dataset", name="org/rows", path="/hub/rows", bytes=10, fil
 @dataclass
 class FakeModels:
     asked: list[tuple[str, ...]] = field(default_factory=list)
+    copies: tuple[NodeCopy, ...] = (TINY, ROWS)
 
     async def list(self, config: Config) -> list[NodeCopies]:
         return [
-            NodeCopies(node="ultra", cache="/hub", free_bytes=10**12, copies=(TINY, ROWS)),
+            NodeCopies(node="ultra", cache="/hub", free_bytes=10**12, copies=self.copies),
             NodeCopies(node="max", problem="it does not answer"),
         ]
 
@@ -74,6 +75,25 @@ async def test_the_copies_of_all_nodes_are_shown_and_each_key_does_what_the_comm
             ("push", "org/tiny"), ("pull", "org/tiny", "ultra"), ("verify", "org/tiny"), ("push", "org/x"),
             ("rm", "org/tiny", "ultra"),
         ]  # fmt: skip
+
+
+async def test_at_80_columns_an_incomplete_copy_leaves_every_row_its_name_revision_and_size(
+    fake: FakeEngine, models: FakeModels
+) -> None:
+    shard = "model-00002-of-00004.safetensors"
+    lacks = TINY.model_copy(update={"name": "mlx-community/Qwen3-4B-bf16", "missing": (shard,), "bytes": 10**11})
+    models.copies = (TINY, lacks)
+    async with opened(fake, config=macs.configuration(2), size=SMALL) as console:
+        await console.until(lambda: console.app.state.ready)
+        await console.press("7")
+        await console.shows("it does not answer")
+        rows = [line.strip("│ ").split() for line in console.screen.splitlines() if "c0ffeec0" in line]
+        assert rows[0] == ["ultra", "org/tiny", "c0ffeec0", "4.0", "GB", "complete"]
+        assert rows[1][1].startswith("mlx-community/Qwen3") and rows[1][2:5] == ["c0ffeec0", "100", "GB"]
+        assert rows[1][5:8] == ["1", "file", "missing:"] and shard not in console.screen
+        await console.press("j")
+        await console.shows(shard)
+        assert f"{lacks.name}: 1 file missing:" in console.screen
 
 
 async def test_x_on_a_check_brings_the_model_that_the_nodes_lack(fake: FakeEngine, models: FakeModels) -> None:

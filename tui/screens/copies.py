@@ -14,7 +14,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 
-from tui.formatting import copy_text, size
+from tui.formatting import copy_text, shortened, size
 from tui.glyphs import MUTED
 from tui.screens.dialog import Confirm
 from tui.state import ENGINE_ERRORS
@@ -28,6 +28,8 @@ Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 _FRAME: Final = 8
 """Cells of a line beside its text."""
+_LABEL: Final = 20
+"""Cells of a name that no state takes."""
 _KEYS = "p push · g pull · v verify · n name · ctrl+k remove · r again · esc back"
 
 
@@ -194,17 +196,32 @@ class ModelCopies(ModalScreen[None]):
 
     def _note(self, text: str, node: str = "") -> None:
         self._notes[node] = text
+        self._draw_notes()
+
+    def on_option_list_option_highlighted(self) -> None:
+        self._draw_notes()
+
+    def _draw_notes(self) -> None:
+        """Below what is wrong with the copy under the cursor, which a row may have no room for."""
+        # A note may come after the view was left.
+        place = next((rows.highlighted for rows in self.query(_Rows)), None)
+        under = self._copies[place : place + 1] if place is not None else ()
+        faults = [f"{node.node}: {copy.label}: {copy.state}" for node, copy in under if not copy.complete]
+        lines = [Content.styled(line, MUTED) for line in (*faults, *self._notes.values()) if line]
         for notes in self.query("#copies-notes").results(Static):
-            notes.update(Content("\n").join(Content.styled(line, MUTED) for line in self._notes.values() if line))
+            notes.update(Content("\n").join(lines))
 
 
 def _rows(copies: Sequence[tuple[NodeCopies, NodeCopy]], width: int) -> list[Content]:
     nodes, listed = [node.node for node, _ in copies], [copy for _, copy in copies]
+    # Revision and size take 15, and four gaps 8.
+    room = max(14, width - max(map(len, nodes), default=0) - _LABEL - 23)
+    states = [(shortened(copy.state, room), "" if copy.complete else "$error") for copy in listed]
     columns = [
         Column("", nodes, 9),
-        Column("", [Content.styled(copy.label, "bold") for copy in listed], 9, grows=True),
+        Column("", [Content.styled(copy.label, "bold") for copy in listed], 9, grows=True, minimum=_LABEL),
         Column("", [(copy.revision or "-")[:8] for copy in listed], 3),
         Column("", [size(copy.bytes) for copy in listed], 5, right=True),
-        Column("", [Content.styled(copy.state, "" if copy.complete else "$error") for copy in listed], 9),
+        Column("", [Content.styled(*state) for state in states], 9),
     ]
     return lay_out(columns, width)[1]
