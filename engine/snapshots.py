@@ -243,6 +243,7 @@ class TrainedFile:
     """Why it is not served; None where it can be."""
     parts: tuple[tuple[str, str, str], ...] = ()
     """Each part of a state, newer than all such files: its node, its folder there, and the SHA-256 of its manifest."""
+    iteration: int | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -305,6 +306,14 @@ class RunResult:
     """Python and the packages that rank 0 trained with."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Checksums of the data files and of the base model."""
+
+    @property
+    def fetch_option(self) -> str | None:
+        """The option of `flightdeck fetch` that copies some of it: "" for the newest weights, else that for the best
+        ones or for the state; None without a file."""
+        return min(
+            ("--checkpoint" if one.holds == "checkpoint" else "--best" * one.best for one in self.files), default=None
+        )
 
     def newest(self, holds: str, *, best: bool = False) -> tuple[ResultFile, ...]:
         return tuple(file for file in self.files if (file.holds, file.best) == (holds, best))
@@ -476,6 +485,14 @@ class RunSnapshot:
     @property
     def ended(self) -> bool:
         return self.record.state.ended
+
+    @property
+    def fetch(self) -> str | None:
+        """The command that copies what it has left; None where there is nothing."""
+        option = self.result.fetch_option if self.result is not None else None
+        task = self.record.task is not None
+        command = f"flightdeck fetch {self.record.source if task else self.record.id} {'--fused' if task else option}"
+        return command.rstrip() if option is not None else None
 
     @property
     def activity(self) -> str | None:

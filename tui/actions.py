@@ -113,10 +113,8 @@ def _chat(state: DeckState) -> str | None:
         return None
     if state.active:
         return "the run has not ended"
-    if (trained := state.snapshot.trained) is not None:
-        return trained.unserved
-    left = state.snapshot.result is not None and state.snapshot.result.files
-    return None if left else "the run has saved no weights"
+    trained = state.snapshot.trained
+    return trained.unserved if trained is not None else "the run has saved no weights"
 
 
 def _chart(state: DeckState) -> str | None:

@@ -483,10 +483,10 @@ class EngineClient:
         with self._request("use"):
             snapshot = await asyncio.to_thread(read)
             try:
-                node, why = (await self._loop.call(lambda: self.engine.tasks.weights(run))).node, None
+                nodes, why = (await self._loop.call(lambda: self.engine.tasks.weights(run))).nodes, None
             except InputError as error:
-                node, why = None, error.why
-            return RunUse(snapshot, node, why, tuple(fused))
+                nodes, why = (), error.why
+            return RunUse(snapshot, nodes, why, tuple(fused))
         return None
 
     async def describe(self, run: str) -> tuple[RunSnapshot, RunSeries] | None:

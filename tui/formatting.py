@@ -226,8 +226,11 @@ def membership_change(attempt: AttemptStatus, before: AttemptStatus | None) -> s
 
 
 def trained_text(file: TrainedFile) -> str:
-    """ "…/adapters.safetensors (1.5 MB) on ultra"."""
-    return f"{file.path} ({size(file.size)}) on {', '.join(file.nodes)}"
+    """ "…/adapters.safetensors (1.5 MB) on ultra"; "checkpoint of iteration 80 (1.5 MB), in 2 parts on ultra, max"."""
+    if len(file.parts) < 2:
+        return f"{file.path} ({size(file.size)}) on {file.node}"
+    state = f"checkpoint of iteration {file.iteration:,} ({size(file.size)})"
+    return f"{state}, in {len(file.parts)} parts on {', '.join(file.nodes)}"
 
 
 def result_text(result: RunResult) -> str:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -57,7 +57,8 @@ class TasksApi:
         return await self._launches.launch(config)
 
     async def weights(self, run: str) -> TrainedFile:
-        """Those that a task on the run's result uses. Raises RunNotFound, InputError where there are none."""
+        """Those that a task on the run's result uses, by one node of each host. Raises RunNotFound, InputError where
+        there are none."""
         directory = await asyncio.to_thread(self._runs.find_trained, run)
         return (await asyncio.to_thread(lambda: _weights(directory, read_plan(directory.plan))))[1]
 
@@ -67,8 +68,7 @@ class TasksApi:
         _refuse_divided(plan.config.job.kind.framework, request)
         record, weights = _weights(directory, plan, saved=request.saved)
         options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
-        parts = _on_hosts(plan.config, weights.parts)
-        nodes = tuple(dict.fromkeys(node for node, _, _ in parts)) or (weights.node,)
+        parts, nodes = weights.parts, weights.nodes
         if request.kind == "lm_eval" and len(nodes) > 1:
             why, todo = f"the newest checkpoint is in parts on {', '.join(nodes)}", f"`flightdeck resume {record.id}`"
             raise InputError("lm-eval's tasks are done on one node", why=why, todo=f"{todo} goes on, and saves weights")
@@ -89,7 +89,7 @@ def _weights(directory: RunDir, plan: RunPlan, *, saved: bool = False) -> tuple[
         why = "it has saved no weights, and no whole checkpoint"
     if weights is None or why is not None:
         raise InputError(f"{record.id} has no result{yet}", why=why or "", todo=todo)
-    return record, weights
+    return record, replace(weights, parts=_on_hosts(plan.config, weights.parts))
 
 
 def _on_hosts(config: Config, parts: StateParts) -> StateParts:

@@ -55,9 +55,9 @@ def _energy(history: RunHistory, tokens: int | None) -> Energy | None:
 
 def newest_weights(
     history: RunHistory, *, any_part: bool = False, saved_alone: bool = False
-) -> tuple[str, str, int, StateParts] | None:
-    """The node, the path and the bytes of the trained weights that were saved last: by themselves; or in the state of a
-    run that ended before its time, with its parts (`any_part`: one is enough), unless `saved_alone`."""
+) -> tuple[str, str, int, int, StateParts] | None:
+    """The node, the path, the bytes and the iteration of the trained weights that were saved last: by themselves; or in
+    the state of a run that ended before its time, with its parts (`any_part`: one is enough), unless `saved_alone`."""
     saves = [event for (_, best), event in history.weights.items() if not best]
     saved = max(saves, key=lambda event: event.at, default=None)
     states = [] if saved_alone else _newest_state(history, any_part=any_part)
@@ -66,14 +66,14 @@ def newest_weights(
         # PyTorch's files have the weights and the optimizer's state in one.
         sizes = [size for name, size in files if name.startswith(_STATE_WEIGHTS)] or [size for _, size in files]
         parts = tuple((node, state.folder, manifest) for node, manifest, state in states)
-        return parts[0][0], parts[0][1], sum(sizes), parts
+        return parts[0][0], parts[0][1], sum(sizes), states[0][2].iteration, parts
     if saved is None:
         return None
-    sizes_of = {name: size for name, size, _ in saved.saved.files}
+    sizes_of, iteration = {name: size for name, size, _ in saved.saved.files}, saved.saved.iteration
     # mlx-lm's adapters are a file, of which a folder may have several; all else is used as a whole.
     if (name := next((name for name in sizes_of if name.endswith("adapters.safetensors")), None)) is not None:
-        return saved.node, str(PurePosixPath(saved.saved.folder, name)), sizes_of[name], ()
-    return saved.node, saved.saved.folder, sum(sizes_of.values()), ()
+        return saved.node, str(PurePosixPath(saved.saved.folder, name)), sizes_of[name], iteration, ()
+    return saved.node, saved.saved.folder, sum(sizes_of.values()), iteration, ()
 
 
 def _weights(history: RunHistory) -> Iterator[ResultFile]:

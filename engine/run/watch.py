@@ -204,11 +204,11 @@ class RunWatch:
         weights = newest_weights(self._history, any_part=config.job.kind.outlives_ranks, saved_alone=saved)
         if weights is None:
             return None
-        name, path, size = weights[0], PurePosixPath(weights[1]), weights[2]
+        name, path, size, iteration = weights[0], PurePosixPath(weights[1]), *weights[2:4]
         unserved = config.job.kind.framework.unserved
-        if parts := weights[3]:
+        if parts := weights[4]:
             command = f"flightdeck generate {self._rundir.id} -p Hello"
-            return TrainedFile(str(path), size, name, command, unserved, parts)
+            return TrainedFile(str(path), size, name, command, unserved, parts, iteration)
         node = next((node for node in config.nodes if node.name == name), None)
         if node is None:
             # Of a plan that was written anew or damaged.
@@ -222,7 +222,7 @@ class RunWatch:
             "torch": ["-c", _GENERATE.format(str(path.parent if adapters else path))],
         }
         argv = [node.python, *generate[config.job.framework]]
-        return TrainedFile(str(path), size, name, " ".join(map(quoted, argv)), unserved)
+        return TrainedFile(str(path), size, name, " ".join(map(quoted, argv)), unserved, (), iteration)
 
     def result(self) -> RunResult:
         """The result so far, as of the last poll."""

@@ -894,10 +894,10 @@ class FakeEngine:
     def tasks_of(self, run: str) -> list[RunRecord]:
         return [record for record in self.all() if record.source == run]
 
-    async def weights(self, run: str) -> ResultFile:
+    async def weights(self, run: str) -> TrainedFile:
         if self.why_no_tasks is not None:
             raise InputError("no result", why=self.why_no_tasks)
-        return ResultFile("adapter", False, 60, "local-0", "/srv/adapters.safetensors", "adapters.safetensors", 7, "f")
+        return self.snapshots[run].trained or TrainedFile("/srv/adapters.safetensors", 7, "local-0", "")
 
     async def start(self, run: str, request: TaskRequest) -> RunRecord:
         self.started.append((run, request))

@@ -92,7 +92,7 @@ def test_a_run_that_cannot_be_served_has_no_chat_and_says_why() -> None:
 
 def test_what_cannot_be_fetched_says_why() -> None:
     def why(result: RunResult | None, busy: str | None = None) -> str | None:
-        use = RunUse(replace(fake_engine.succeeded(), result=result), None, None)
+        use = RunUse(replace(fake_engine.succeeded(), result=result), (), None)
         return next(choice.why_not for choice in uses(use, None, busy) if choice.label == "fetch")
 
     saved = ResultFile("adapter", False, 60, "ana", "/a", "a", 9, "0" * 64)
@@ -100,6 +100,7 @@ def test_what_cannot_be_fetched_says_why() -> None:
     assert why(RunResult()) == "it has left no weights with hashes"
     alone = why(RunResult(files=(replace(saved, holds="checkpoint"),)))
     assert (alone or "").startswith("it has left a checkpoint alone: fuse it, or `flightdeck fetch ")
+    assert (why(RunResult(files=(replace(saved, best=True),))) or "").endswith(" --best`")
     assert why(RunResult(files=(saved,))) is None
     assert why(RunResult(files=(saved,)), "launching") == "launching"
 

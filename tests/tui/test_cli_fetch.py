@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.protocol.task import Task
-from engine.run.events import SavedFiles, TrainingStarted, WeightsSaved
+from engine.run.events import SavedFiles, StateSaved, TrainingStarted, WeightsSaved
 from tests.tui.commands import flightdeck
 from tests.unit.run.run_maker import START, MadeRun, make_run_config
 
@@ -77,6 +77,16 @@ def test_a_file_that_was_replaced_since_is_a_failure(run: MadeRun, home: Path, t
     done = flightdeck(home, "fetch", "last", str(tmp_path / "here"))
     assert done.code == 1 and "is not what was saved" in done.err and len(done.err.splitlines()) == 1
     assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_show_names_the_option_that_fetches_a_checkpoint_alone(home: Path, tmp_path: Path) -> None:
+    saved = SavedFiles(folder=str(tmp_path), iteration=4, files=(("weights.safetensors", 7, "0" * 64),))
+    run = MadeRun(home).state("preflight", "launching").attempt().state("running")
+    run.append(StateSaved(rank=0, node="node0", state="4.0", manifest="0" * 64, saved=saved))
+    run.state("failed", reason="rank_failed")
+    assert (
+        f"  {'fetch':<10} flightdeck fetch {run.id} --checkpoint" in flightdeck(home, "show", "last").out.splitlines()
+    )
 
 
 def test_show_says_what_the_run_came_to(run: MadeRun, home: Path) -> None:

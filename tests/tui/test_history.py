@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from textual.content import Content
 
 from engine.models import RunRecord, RunState
-from engine.snapshots import RunSnapshot
+from engine.snapshots import ResultFile, RunResult, RunSnapshot, TrainedFile
 from tests.tui import fake_engine
 from tests.tui.conftest import SIZE, Console, opened
 from tests.tui.fake_engine import NOW, FakeEngine
@@ -106,6 +107,20 @@ async def test_enter_describes_a_run_and_enter_again_opens_it(runs: FakeEngine, 
         await console.until(lambda: console.app.state.view == "dashboard", "the run")
         await console.until(lambda: console.app.state.snapshot is not None, "the run")
         assert console.app.state.snapshot is not None and console.app.state.snapshot.record.id == ABORTED
+
+
+async def test_a_run_that_left_a_checkpoint_alone_is_described_with_the_commands_that_take_it(fake: FakeEngine) -> None:
+    run = fake_engine.aborted()
+    file = ResultFile("checkpoint", False, 40, "local-0", "/c/step-40/weights", "step-40/weights", 9, "0" * 64)
+    parts = (("local-0", "/c/part0/step-40", "f"), ("local-1", "/c/part1/step-40", "f"))
+    state = TrainedFile("/c/part0/step-40", 9, "local-0", f"flightdeck generate {ABORTED} -p Hello", None, parts, 40)
+    fake.add(replace(run, trained=state, result=RunResult((file,), tokens=7)))
+    async with opened(fake) as console:
+        await console.press("5", "enter")
+        await console.until(lambda: f"flightdeck chat {ABORTED}" in described(console), "the commands")
+        assert f"flightdeck fetch {ABORTED} --checkpoint" in described(console)
+        assert "checkpoint of iteration 40 (9 B), in 2 parts on local-0, local-1" in described(console)
+        assert "u F fetches" not in described(console)
 
 
 @pytest.mark.parametrize("size", SIZE)

@@ -11,13 +11,15 @@ import pytest
 
 from engine.api import TaskRequest
 from engine.models import RunState
-from engine.snapshots import RunResult, RunSnapshot
+from engine.snapshots import ResultFile, RunResult, RunSnapshot, TrainedFile
+from engine.task_result import Fused
 from tests.tui import fake_engine
-from tests.tui.conftest import DASHBOARD, SIZE, Console, opened
+from tests.tui.conftest import DASHBOARD, SIZE, WIDE, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.screens.use import Choices
 
 SOURCE: Final = fake_engine.succeeded().record.id
+CHECKPOINT: Final = ResultFile("checkpoint", False, 60, "local-0", "/c/step-60/weights", "step-60/weights", 9, "0" * 64)
 
 
 @asynccontextmanager
@@ -91,6 +93,40 @@ async def test_what_cannot_be_done_now_says_why_and_stays(fake: FakeEngine, snap
         assert isinstance(console.app.screen, Choices)
         await console.press("escape")
         assert console.on_deck and fake.started == []
+
+
+async def test_a_state_in_parts_is_served_by_one_node_loaded_on_all_that_have_a_part_and_evaluated_on_all(
+    fake: FakeEngine,
+) -> None:
+    source = fake_engine.succeeded()
+    parts = (("local-1", "/c/part0/step-80", "f"), ("local-2", "/c/part1/step-80", "f"))
+    trained = TrainedFile("/c/part0/step-80", 7, "local-1", "", None, parts, 80)
+    fake.add(replace(source, trained=trained, result=RunResult()))
+    async with showing(fake, size=WIDE) as console:
+        await console.press("u")
+        await console.shows("fuse       into one model on local-1, and")
+        assert "at 127.0.0.1:8080 of local-1, until" in console.screen
+        for key, nodes in (("s", "local-1, local-2 "), ("e", "local-1, local-2, local-0 ")):
+            await console.press(key)
+            await console.shows(f"on            {nodes}")
+            assert key == "e" or "8080/v1 of local-1 lasts" in " ".join(console.screen.replace("│", " ").split())
+            await console.press("escape", "u")
+            await console.shows("a letter or enter chooses")
+
+
+async def test_what_was_fused_is_published_although_a_checkpoint_alone_was_left(fake: FakeEngine) -> None:
+    fused = fake_engine.task("fuse", RunState.SUCCEEDED, Fused(path="/fused", bytes=7, kept=0.99, accepted=True))
+    source, alone = fake_engine.trained(), "it has left a checkpoint alone"
+    assert source.result is not None
+    fake.add(replace(source, result=replace(source.result, files=(CHECKPOINT,))))
+    async with showing(fake, size=WIDE) as console:
+        await console.press("u")
+        await console.shows(f"publish    not now: {alone}")
+        await console.press("escape")
+        fake.add(fused)
+        await console.press("u")
+        await console.shows("publish    for LM Studio")
+        assert f"fetch      not now: {alone}" in console.screen
 
 
 async def test_what_cannot_be_served_can_still_be_evaluated(fake: FakeEngine) -> None:

@@ -180,8 +180,7 @@ def _show_result(lines: Lines, snapshot: RunSnapshot) -> None:
         lines.say(f"  {'trained':<10} {trained_text(file)}")
         lines.say(f"  {'use it':<10} {file.command}")
     if (result := snapshot.result) is not None:
-        fetch = f"flightdeck fetch {snapshot.record.id}" if result.files else ""
-        texts = {"result": result_text(result), "checkpoint": checkpoint_text(result), "fetch": fetch}
+        texts = {"result": result_text(result), "checkpoint": checkpoint_text(result), "fetch": snapshot.fetch}
         for label, text in texts.items():
             if text:
                 lines.say(f"  {label:<10} {text}")

@@ -124,8 +124,8 @@ class RunUse:
     """A run's result, as the choices need it."""
 
     snapshot: RunSnapshot
-    node: str | None
-    """The one that has the weights."""
+    nodes: tuple[str, ...]
+    """Those from which a task takes the weights: the first is its rank 0."""
     why_no_tasks: str | None
     fused: tuple[Fused, ...] = ()
     """The outcomes of its fusions, newest first."""
@@ -134,41 +134,43 @@ class RunUse:
     def run(self) -> str:
         return self.snapshot.record.id
 
-    def nodes(self, kind: str) -> str:
-        """Those that the task runs on."""
-        trained, nodes = self.snapshot.trained, [rank.node for rank in self.snapshot.ranks]
-        if kind != "evaluate" and trained is not None and trained.parts:
-            return ", ".join(trained.nodes)
-        # What is divided begins on the node that has the weights.
-        divided = kind == "evaluate" and nodes[:1] == [self.node]
-        return ", ".join(dict.fromkeys(nodes)) if divided else self.node or ""
+    @property
+    def node(self) -> str:
+        return next(iter(self.nodes), "")
+
+    def on(self, kind: str) -> str:
+        """The nodes that the task runs on: an evaluation is divided over all of the run."""
+        divided = [rank.node for rank in self.snapshot.ranks] if kind == "evaluate" else ()
+        return ", ".join(dict.fromkeys((*self.nodes, *divided)))
 
 
 def uses(use: RunUse, running: RunRecord | None, busy: str | None) -> list[DialogChoice]:
     """`running`: a run that has not ended; `busy`: the request that is under way."""
     run, result = use.run, use.snapshot.result
     taken = f"{running.id} uses the nodes: 5 lists it, enter opens it, ctrl+x stops it" if running is not None else None
-    files = result.files if result is not None else ()
-    no_files = None if any(file.holds != "checkpoint" for file in files) else "it has left no weights with hashes"
-    if no_files is not None and files:
-        no_files = f"it has left a checkpoint alone: fuse it, or `flightdeck fetch {run} --checkpoint`"
-    if result is None:
-        no_files = f"it has not ended: `flightdeck fetch {run}` copies what it has saved so far"
+    left = {"--best": "its best weights alone: ", "--checkpoint": "a checkpoint alone: fuse it, or "}
+    no_files = f"it has not ended: `flightdeck fetch {run}` copies what it has saved so far" if result is None else None
+    if result is not None and (option := result.fetch_option) != "":
+        no_files = (
+            f"it has left {left[option]}`{use.snapshot.fetch}`" if option else "it has left no weights with hashes"
+        )
     served = running is not None and (running.task, running.source) == ("serve", run)
     unserved = use.snapshot.trained.unserved if use.snapshot.trained is not None else None
     no_server = use.why_no_tasks or unserved
     no_chat = no_server or (None if served else taken)
     task = use.why_no_tasks or taken
-    node = use.nodes("serve")
+    fused = any(model.accepted for model in use.fused)
     return [
         DialogChoice("c", "chat", "ask it, beside its base model", no_chat),
         DialogChoice("e", "evaluate", "loss and perplexity, beside the base model's", task),
-        DialogChoice("f", "fuse", f"into one model on {node}, and measure what is kept of the gain", task),
+        DialogChoice("f", "fuse", f"into one model on {use.node}, and measure what is kept of the gain", task),
         DialogChoice(
-            "s", "serve", f"by the OpenAI API, at 127.0.0.1:8080 of {node}, until it is stopped", no_server or taken
+            "s", "serve", f"by the OpenAI API, at 127.0.0.1:8080 of {use.node}, until it is stopped", no_server or taken
         ),
         DialogChoice("F", "fetch", f"copy its weights to ./{run} here", no_files or busy),
-        DialogChoice("p", "publish", "for LM Studio, Ollama, llama.cpp or the Hub", no_files or busy),
+        DialogChoice(
+            "p", "publish", "for LM Studio, Ollama, llama.cpp or the Hub", (None if fused else no_files) or busy
+        ),
     ]
 
 
@@ -204,15 +206,15 @@ def forms(use: RunUse) -> list[DialogChoice]:
 _EFFECTS: Final = {
     "evaluate": "measures base model and trained weights on the test data, else on the validation data",
     "fuse": "writes a copy of the base model with what was trained; refused where less than 95 % of the gain is kept",
-    "serve": "loads the model and answers at http://127.0.0.1:8080/v1 there",
+    "serve": "loads the model and answers at http://127.0.0.1:8080/v1 of {node}",
 }
 
 
 def confirm_task(kind: str, use: RunUse, command: str, width: int) -> Confirm:
     lines = [
         pair("run", use.run, width, style="bold"),
-        pair("on", use.nodes(kind), width),
-        pair("effect", _EFFECTS[kind], width),
+        pair("on", use.on(kind), width),
+        pair("effect", _EFFECTS[kind].format(node=use.node), width),
         pair("lasts", "until ctrl+x stops it" if kind == "serve" else "its nodes are taken until its end", width),
         pair("command", f"flightdeck {command} {use.run}", width),
         pair("then", "it is shown as a run of its own; esc leads back to this one", width),

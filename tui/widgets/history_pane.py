@@ -358,15 +358,14 @@ def described(state: DeckState, run: RunRecord, snapshot: RunSnapshot, width: in
 
 
 def _commands(snapshot: RunSnapshot) -> list[str]:
-    run = snapshot.record
-    left = snapshot.result is not None and any(file.holds != "checkpoint" for file in snapshot.result.files)
-    names = {"chat": left and run.task is None, "fetch": left and run.task is None, "resume": run.task is None}
-    names["resume"] &= run.state != "succeeded"
-    names["repeat"] = run.task is None
-    names |= {"logs": True, "export": run.task is None}
+    run, trained = snapshot.record, snapshot.trained
+    training, served = run.task is None, trained is not None and trained.unserved is None
+    names = {"chat": training and served, "fetch": snapshot.fetch is not None}
+    names |= {"resume": training and run.state != "succeeded", "repeat": training, "logs": True, "export": training}
     if not run.state.ended:
         names = {"abort": True, "logs": True}
-    return [f"flightdeck {name} {run.id}" for name, possible in names.items() if possible]
+    commands = {"fetch": snapshot.fetch or ""}
+    return [commands.get(name, f"flightdeck {name} {run.id}") for name, possible in names.items() if possible]
 
 
 def _setting(value: object) -> str:

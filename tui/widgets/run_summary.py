@@ -369,7 +369,8 @@ def left(state: DeckState, snapshot: RunSnapshot, width: int, *, tall: bool) -> 
         return []
     lines = []
     if result is not None and (text := result_text(result)):
-        text = (text + state.key("; u F fetches the weights") * bool(result.files)) if tall else text.partition(";")[0]
+        fetch = state.key("; u F fetches the weights") if result.fetch_option == "" else f"; {snapshot.fetch}"
+        text = text + fetch * bool(result.files) if tall else text.partition(";")[0]
         lines.append(pair("result", text, width))
     if record.state in ("aborted", "failed") and (kept := newest_checkpoint(snapshot)) is not None:
         lines.append(pair("kept", f"the checkpoint of iteration {kept:,}{state.key(': R resumes from it')}", width))

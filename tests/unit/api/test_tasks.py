@@ -267,7 +267,9 @@ async def test_a_state_in_parts_is_used_on_the_hosts_that_have_them(tmp_path: Pa
         await start(tmp_path, run.id, "lm_eval")
     trained = RunWatch(run.directory).poll().trained
     assert trained is not None and (trained.size, trained.nodes) == (10, ("node0", "node1"))
-    assert trained.command == f"flightdeck generate {run.id} -p Hello"
+    assert trained.command == f"flightdeck generate {run.id} -p Hello" and trained.iteration == 80
+    engine = Engine(tmp_path)
+    assert (await engine.tasks.weights(run.id)).nodes == tuple(dict.fromkeys(["node0", second]))
 
 
 async def test_one_part_is_used_of_a_state_of_which_each_is_whole(tmp_path: Path) -> None:
