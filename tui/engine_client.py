@@ -341,7 +341,8 @@ class EngineClient:
         store.change(planning=True)
         try:
             made = await self._loop.call(lambda: engine.launches.plan(config, facts=facts))
-            store.change(plan=made, now=self._clock())
+            if store.state.config is config:
+                store.change(plan=made, now=self._clock())
         except ENGINE_ERRORS:
             # The nodes pane shows why the nodes cannot be planned for.
             store.change(plan=None)
@@ -349,6 +350,9 @@ class EngineClient:
             self._notify(f"plan: {error or type(error).__name__}", "error")
         finally:
             store.change(planning=False)
+        if store.state.config is not config:
+            # Edited meanwhile.
+            await self.plan()
 
     async def preflight(self) -> None:
         """Run the checks without a launch; each is shown as it ends."""

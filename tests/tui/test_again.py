@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from engine.config.edit import write_settings
 from engine.config.load import load_config
 from engine.config.models import Config
 from engine.config.overrides import Settings
-from engine.models import RunState
+from engine.models import NodeFacts, RunState
+from engine.plan.document import TrainingPlan
 from engine.snapshots import ResultFile, RunResult, RunSnapshot
 from tests.tui import fake_engine
 from tests.tui.conftest import SIZE, Console, opened
@@ -107,6 +110,30 @@ async def test_settings_are_changed_before_a_launch(fake: FakeEngine) -> None:
 def file(tmp_path: Path) -> Path:
     (file := tmp_path / "flightdeck.toml").write_text('[[node]]\n[job]\nmodel = "m"\ndata = "d"\niters = 50\n')
     return file
+
+
+async def test_the_plan_of_a_file_that_is_edited_while_it_is_made_is_made_anew(
+    fake: FakeEngine, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, goes_on, made = fake.plan, threading.Event(), list[tuple[Config, TrainingPlan]]()
+
+    async def slow(config: Config, *, facts: Sequence[NodeFacts] | None = None) -> TrainingPlan:
+        made.append((config, await plan(config, facts=facts)))
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        return made[-1][1]
+
+    monkeypatch.setattr(fake, "load_config", load_config)
+    monkeypatch.setattr(fake, "plan", slow)
+    async with opened(fake, config=file) as console:
+        await console.until(lambda: len(made) == 1, "the first plan's start")
+        file.write_text(file.read_text().replace("iters = 50", "iters = 75"))
+        await console.shows("changed       iters 50 → 75")
+        await console.until(lambda: not console.app.state.probing, "the probe")
+        goes_on.set()
+        await console.until(lambda: console.app.state.plan is not None, "a plan")
+        assert [config.job.mlx_lm["iters"] for config, _ in made] == [50, 75]
+        assert console.app.state.plan is made[1][1]
 
 
 async def test_an_edit_is_read_at_once_and_its_keys_are_said(
