@@ -18,6 +18,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -241,7 +242,10 @@ class FlightDeckApp(App[None]):
     def _show_dialog(self) -> None:
         # One that was just pushed has no widgets yet: the next tick draws it.
         if isinstance(self.screen, (Stopping, FixDialog)) and self.screen.is_mounted:
-            self.screen.show(self.state)
+            # What a person waits for there goes on, also where the display is frozen.
+            latest = self._latest
+            shown = latest.snapshot if latest is not None and latest.run == self._shown else self.state.snapshot
+            self.screen.show(replace(self.state, now=self._clock(), snapshot=shown))
 
     def _tick(self) -> None:
         if self._abandoned:
@@ -254,7 +258,9 @@ class FlightDeckApp(App[None]):
         # What has come meanwhile has had the ages redrawn, too; where a report comes each second, only reports do that.
         recent = 0.0 <= (now - self._taken_at).total_seconds() < TICK_S
         age_s = abs((now - state.now).total_seconds())
-        if not state.frozen and not recent and age_s >= (CALM_S if calm else TICK_S) - TICK_S / 2:
+        if state.frozen and self.screen_stack:
+            self._show_dialog()
+        elif not state.frozen and not recent and age_s >= (CALM_S if calm else TICK_S) - TICK_S / 2:
             self.store.change(now=now)
 
     @property
@@ -866,7 +872,8 @@ class FlightDeckApp(App[None]):
             self._confirm(dialog, lambda: self._request(self._delete(measured)))
 
     async def _delete(self, runs: Sequence[str], *, anyway: bool = False) -> None:
-        deletions = await self.client.delete(runs, go=True, anyway=anyway)
+        if not (deletions := await self.client.delete(runs, go=True, anyway=anyway)):
+            return
         gone = [deletion.run for deletion in deletions if deletion.deleted]
         self.store.change(marked=tuple(run for run in self.state.marked if run not in gone), detail=False)
         if self._shown in gone:

@@ -91,11 +91,14 @@ async def test_abort_names_target_effect_and_what_is_kept_with_the_focus_on_canc
         assert fake.aborted == []
 
 
-async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: FakeEngine) -> None:
+@pytest.mark.parametrize("frozen", [(), ("space",)], ids=["live", "frozen"])
+async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(
+    fake: FakeEngine, frozen: tuple[str, ...]
+) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("running 0:46")
-        await console.press("ctrl+x", "right", "enter")
+        await console.press(*frozen, "ctrl+x", "right", "enter")
         dialog = console.app.screen
         assert isinstance(dialog, Stopping)
         await console.until(lambda: "s left" in dialog.body, "the countdown")
@@ -106,7 +109,7 @@ async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: 
         gone = fake_engine.aborted()
         fake.put(replace(gone, record=gone.record.model_copy(update={"id": "20260314-140126-demo-3f9a"})))
         await console.until(lambda: "no process of the run is left" in dialog.body, "the proof")
-        await console.press("escape")
+        await console.press("escape", *frozen)
         await console.shows("■ aborted")
 
 

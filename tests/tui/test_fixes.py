@@ -8,7 +8,7 @@ from engine.models import CheckResult, CheckStatus
 from tests.tui import fake_engine
 from tests.tui.conftest import SIZE, opened
 from tests.tui.fake_engine import FakeEngine
-from tui.screens.fix import ConfirmFix
+from tui.screens.fix import ConfirmFix, FixDialog
 from tui.widgets.text import FOLDED, folded
 
 LINE = "test -r data && " + " && ".join(f"tar -cf - part{number} | ssh bea 'tar -xkf -'" for number in range(12))
@@ -61,6 +61,24 @@ async def test_an_environment_is_made_by_this_flightdeck_from_the_nodes_and_the_
         await console.until(lambda: bool(fake.commands), "the fix")
         assert fake.commands[0][0] == "this machine"
         assert fake.commands[0][1].endswith("/flightdeck environments make --node local-1 --yes -c /flightdeck.toml")
+
+
+async def test_a_fix_shows_each_nodes_end_as_it_comes_also_on_a_frozen_display(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixes = dict.fromkeys(("local-0", "local-1"), "kill 4711")
+    fake.check_results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS.model_copy(update={"fixes": fixes})]
+    async with opened(fake) as console:
+        await console.check()
+        fake.held |= fixes.keys()
+        await console.press("space", "x", "right", "enter")
+        dialog = console.app.screen
+        assert console.app.state.frozen and isinstance(dialog, FixDialog)
+        await console.until(lambda: dialog.body.count("running") == 2, "the start")
+        # On a display that is frozen nothing else is to be drawn.
+        monkeypatch.setattr(console.app.store, "_changed", lambda: None)
+        fake.held.remove("local-0")
+        await console.until(lambda: dialog.body.count("running") == 1, "the end on local-0")
 
 
 def test_a_command_is_folded_after_some_lines() -> None:

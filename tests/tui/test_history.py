@@ -8,8 +8,9 @@ from datetime import timedelta
 import pytest
 from textual.content import Content
 
+from engine.errors import InputError
 from engine.models import RunRecord, RunState
-from engine.snapshots import ResultFile, RunResult, RunSnapshot, TrainedFile
+from engine.snapshots import Deletion, ResultFile, RunResult, RunSnapshot, TrainedFile
 from tests.tui import fake_engine
 from tests.tui.conftest import SIZE, Console, opened
 from tests.tui.fake_engine import NOW, FakeEngine
@@ -189,6 +190,27 @@ async def test_a_node_that_keeps_a_folder_is_named_after_the_deletion(runs: Fake
         assert len(listed(console)) == 3 and runs.deleted == []
         await console.press("right", "enter")
         await console.until(lambda: runs.deleted == [FAILED], "the deletion here")
+
+
+async def test_a_description_stays_where_its_run_is_not_deleted(
+    runs: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = runs.delete
+
+    async def refused(run: str, *, go: bool, anyway: bool = False) -> Deletion:
+        if go:
+            raise InputError("a queued item is to use it")
+        return await delete(run, go=go)
+
+    monkeypatch.setattr(runs, "delete", refused)
+    async with opened(runs) as console:
+        await console.press("5", "enter")
+        await console.shows("first cause")
+        await console.press("ctrl+k")
+        await console.shows("1.5 GB in")
+        await console.press("right", "enter")
+        await console.until(lambda: console.notifications[-1:] == ["delete: a queued item is to use it"], "why")
+        assert console.app.state.detail and listed(console) == [FAILED, ABORTED, SUCCEEDED]
 
 
 async def test_a_run_that_goes_on_is_not_deleted(fake: FakeEngine) -> None:
