@@ -19,6 +19,7 @@ from tui.widgets import history_pane
 from tui.widgets.compare_pane import ComparePane
 from tui.widgets.history_pane import cells
 from tui.widgets.pane import RowList
+from tui.widgets.run_pane import RunPane
 from tui.widgets.text import Text
 
 FAILED, ABORTED, SUCCEEDED = "20260314-134500-demo-b71c", "20260314-132000-demo-5d20", "20260313-091532-demo-e84f"
@@ -125,7 +126,10 @@ async def test_a_run_that_left_a_checkpoint_alone_is_described_with_the_commands
 
 
 @pytest.mark.parametrize("size", SIZE)
-async def test_marked_runs_are_compared(runs: FakeEngine, size: tuple[int, int]) -> None:
+async def test_marked_runs_are_compared(
+    runs: FakeEngine, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[DeckState] = []
     async with opened(runs, size=size) as console:
         await console.press("5", "space", "space")
         await console.shows("2 marked")
@@ -137,8 +141,10 @@ async def test_marked_runs_are_compared(runs: FakeEngine, size: tuple[int, int])
         text = pane.text()
         for part in ("its ranks were connected by ring, not jaccl", "learning_rate", "0.001", "0.0005", "demo-5d20"):
             assert part in text
+        monkeypatch.setattr(RunPane, "draw", lambda pane, state: drawn.append(state))
         await console.press("m")
         await console.until(lambda: "validation loss" in console.screen, "the next metric")
+        assert drawn == [], "nobody sees the run's pane"
         await console.press("escape")
         assert console.app.state.view == "history"
         await console.press("escape")

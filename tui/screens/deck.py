@@ -249,8 +249,9 @@ class DeckScreen(Screen[None]):
             self.logs.do(action.id)
         elif action.group == "chart" and action.id != "export_chart":
             self.chart.do(action.id)
-            # The grid has the pane to itself.
-            self.query_one(RunPane).refresh_pane()
+            if action.id == "metric_grid" and self.state.view == "run":
+                # The grid has the pane to itself.
+                self.pane("run").refresh_pane()
         elif action.group == "views":
             self._toggle_view(action.id.removeprefix("view_"))
         elif action.id in MOVES:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol
@@ -381,20 +381,7 @@ class Chart(Widget):
         self._read()
 
     def do(self, action: str) -> None:
-        view = self.view
-        actions: dict[str, Callable[[], None]] = {
-            "next_metric": self.next_metric,
-            "metric_grid": lambda: self.change(grid=not view.grid, page=0),
-            "chart_axis": self.next_axis,
-            "chart_average": lambda: self.change(smooth=not view.smooth),
-            "log_axis": lambda: self.change(logarithmic=not view.logarithmic),
-            "zoom_in": lambda: self.zoom(0.5),
-            "zoom_out": lambda: self.zoom(2.0),
-            "pan_left": lambda: self.pan(-1),
-            "pan_right": lambda: self.pan(1),
-            "fit_chart": lambda: self.change(span=None, right=None),
-        }
-        actions[action]()
+        CHART_ACTIONS[action](self)
 
     def next_metric(self) -> None:
         if self.view.grid:
@@ -560,6 +547,21 @@ class Chart(Widget):
                 parts = [small[number] if number < len(small) else Content("") for small in drawn]
                 lines.append(Content("  ").join([part.pad_right(max(0, cell - part.cell_length)) for part in parts]))
         return Content("\n").join(lines)
+
+
+CHART_ACTIONS: Final[Mapping[str, Callable[[Chart], None]]] = {
+    "next_metric": Chart.next_metric,
+    "metric_grid": lambda chart: chart.change(grid=not chart.view.grid, page=0),
+    "chart_axis": Chart.next_axis,
+    "chart_average": lambda chart: chart.change(smooth=not chart.view.smooth),
+    "log_axis": lambda chart: chart.change(logarithmic=not chart.view.logarithmic),
+    "zoom_in": lambda chart: chart.zoom(0.5),
+    "zoom_out": lambda chart: chart.zoom(2.0),
+    "pan_left": lambda chart: chart.pan(-1),
+    "pan_right": lambda chart: chart.pan(1),
+    "fit_chart": lambda chart: chart.change(span=None, right=None),
+}
+"""By the action that a chart does itself."""
 
 
 def _values(at: dict[tuple[str, ...], float], metric: str, axis: str, x: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -175,22 +175,7 @@ class LogsPane(Pane):
             self.view.filter(event.text)
 
     def do(self, action: str) -> None:
-        view, prompt = self.view, self.query_one(FilterBar)
-        {
-            "search": lambda: prompt.open(SEARCH, view.state.search or ""),
-            "filter": lambda: prompt.open(FILTER, view.state.filter or ""),
-            "next_match": view.next_match,
-            "previous_match": view.previous_match,
-            "follow": lambda: view.follow(not view.state.following),
-            "next_error": view.next_error,
-            "previous_error": view.previous_error,
-            "previous_rank": lambda: view.next_source(-1),
-            "next_rank": view.next_source,
-            "all_ranks": lambda: view.set_source(None),
-            "wrap": view.toggle_wrap,
-            "timestamps": view.toggle_timestamps,
-            "alike": view.toggle_alike,
-        }[action]()
+        LOG_ACTIONS[action](self.view, self.query_one(FilterBar))
 
     def back(self) -> bool:
         """Close the prompt, end the search, end the filter: one of them; False when there is none."""
@@ -205,6 +190,24 @@ class LogsPane(Pane):
         else:
             return False
         return True
+
+
+LOG_ACTIONS: Final[Mapping[str, Callable[[LogView, FilterBar], None]]] = {
+    "search": lambda view, prompt: prompt.open(SEARCH, view.state.search or ""),
+    "filter": lambda view, prompt: prompt.open(FILTER, view.state.filter or ""),
+    "next_match": lambda view, _: view.next_match(),
+    "previous_match": lambda view, _: view.previous_match(),
+    "follow": lambda view, _: view.follow(not view.state.following),
+    "next_error": lambda view, _: view.next_error(),
+    "previous_error": lambda view, _: view.previous_error(),
+    "previous_rank": lambda view, _: view.next_source(-1),
+    "next_rank": lambda view, _: view.next_source(),
+    "all_ranks": lambda view, _: view.set_source(None),
+    "wrap": lambda view, _: view.toggle_wrap(),
+    "timestamps": lambda view, _: view.toggle_timestamps(),
+    "alike": lambda view, _: view.toggle_alike(),
+}
+"""By action."""
 
 
 def title(log: LogState, state: DeckState) -> str:
