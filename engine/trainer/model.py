@@ -75,11 +75,7 @@ def load_model(job: Job, warn: Callable[[str], None] = lambda _: None) -> tuple[
     tokenizer = load_tokenizer(job, config)
     # Every rank initialises the same adapter.
     mx.random.seed(job.seed)
-    if job.fine_tune_type == "full":
-        for layer in model.layers[-max(job.layers(len(model.layers)), 0) :]:
-            layer.unfreeze()
-    else:
-        add_adapter(job, model)
+    unfreeze_trained(job, model)
     if job.resume_adapter_file is not None:
         _load_trained(job, model, warn)
     if not tree_flatten(model.trainable_parameters()):
@@ -117,9 +113,14 @@ def encode_prompt(tokenizer: Any, prompt: str | Conversation, *, raw: bool) -> l
     return tokens
 
 
-def add_adapter(job: Job, model: nn.Module) -> None:
-    """The job's layers of LoRA or DoRA, which leave the model's output as it is. Raises JobError."""
+def unfreeze_trained(job: Job, model: nn.Module) -> None:
+    """Those layers of a frozen model that the job trains: its own, or those of LoRA or DoRA that are added here, and
+    leave the model's output as it is. Raises JobError."""
     layers = job.layers(len(model.layers))
+    if job.fine_tune_type == "full":
+        for layer in model.layers[-max(layers, 0) :]:
+            layer.unfreeze()
+        return
     try:
         linear_to_lora_layers(model, layers, job.lora_parameters, use_dora=job.fine_tune_type == "dora")
     except (KeyError, TypeError, ValueError) as error:

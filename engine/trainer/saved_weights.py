@@ -1,5 +1,5 @@
 """The trained weights of a saved state, for a task: one file on rank 0 while the task goes on, put together tensor by
-tensor from the parts that the ranks have on their disks."""
+tensor from the parts that the ranks have on their disks; or the state's own, where that is such a file."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def assembled(process: TrainingProcess, collective: Collective) -> Iterator[Trai
     folder.mkdir(mode=0o700)
     try:
         process.reporter.phase("loading")
-        parts = [_Part.of(process, collective, part, folder) for part in task.parts]
-        path = _write(process, collective, parts, folder)
-        task = replace(task, weights=str(path), parts=[])
+        first, *others = [_Part.of(process, collective, part, folder) for part in task.parts]
+        path = first.file if first.owner == 0 and not others else None
+        path = path or str(_write(process, collective, [first, *others], folder))
+        task = replace(task, weights=path, parts=[])
         yield replace(process, spec=replace(process.spec, task=asdict(task)))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -53,6 +54,8 @@ class _Part:
     entries: Mapping[str, TensorSpec]
     tensors: dict[str, mx.array]
     """Not read; empty on all ranks but the owner."""
+    file: str | None
+    """The owner's that has these alone."""
 
     @classmethod
     def of(cls, process: TrainingProcess, collective: Collective, saved: Sequence[str], scratch: Path) -> _Part:
@@ -61,22 +64,23 @@ class _Part:
         owner = next((rank.rank for rank in process.spec.ranks if rank.node == node), None)
         if owner is None:
             raise JobError(f"{node} has a part of the state, and does not take part")
-        tensors, why = dict[str, mx.array](), None
+        tensors, file, why = dict[str, mx.array](), None, None
         if owner == collective.rank:
             try:
-                tensors = _tensors(Path(folder), manifest, scratch)
+                tensors, file = _tensors(Path(folder), manifest, scratch)
             except (CheckpointError, OSError) as error:
                 why = str(error)
-        why, described = broadcast_object(collective, [why, describe({"": tensors})], owner)
+        why, file, described = broadcast_object(collective, [why, file, describe({"": tensors})], owner)
         if why is not None:
             raise JobError(f"the part of the state in {folder} on {node} is not used: {why}")
         process.reporter.going_on()
-        return cls(owner, {name: TensorSpec.of(shape, dtype) for _, name, shape, dtype in described}, tensors)
+        entries = {name: TensorSpec.of(shape, dtype) for _, name, shape, dtype in described}
+        return cls(owner, entries, tensors, file)
 
 
-def _tensors(folder: Path, manifest: str, scratch: Path) -> dict[str, mx.array]:
-    """The weights in a part of a state, not read. `manifest`: the SHA-256 that it was saved with. Raises
-    CheckpointError, OSError."""
+def _tensors(folder: Path, manifest: str, scratch: Path) -> tuple[dict[str, mx.array], str | None]:
+    """The weights in a part of a state, not read, and the file that has them alone, if any. `manifest`: the SHA-256
+    that it was saved with. Raises CheckpointError, OSError."""
     saved = store.verify(folder, check_hashes=False).manifest
     if saved.journal_entry()["manifest"] != manifest:
         raise CheckpointError("its manifest is not the one that it was saved with")
@@ -93,8 +97,9 @@ def _tensors(folder: Path, manifest: str, scratch: Path) -> dict[str, mx.array]:
                 file.write(data)
     tensors = load_tensors(path) if check_header(path).tensors else {}
     if _AVERAGING in entries:
-        return {name.removesuffix(_ANCHOR): value for name, value in tensors.items() if name.endswith(_ANCHOR)}
-    return tensors
+        anchors = {name.removesuffix(_ANCHOR): value for name, value in tensors.items() if name.endswith(_ANCHOR)}
+        return anchors, None
+    return tensors, str(path)
 
 
 def _write(process: TrainingProcess, collective: Collective, parts: list[_Part], folder: Path) -> Path:

@@ -21,7 +21,7 @@ from engine.protocol.partition import parse_split
 from engine.protocol.safetensors import CheckpointError, check_header, misfit
 from engine.protocol.task import Task
 from engine.trainer.collective import Collective, broadcast_arrays, broadcast_object, packed
-from engine.trainer.model import add_adapter, limit_cache, load_base, load_tokenizer, row_format, set_up_device
+from engine.trainer.model import limit_cache, load_base, load_tokenizer, row_format, set_up_device, unfreeze_trained
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.train import make_strategy
 from engine.trainer.weights import floats
@@ -112,14 +112,14 @@ def _evaluated(job: Job, ranks: int) -> Job:
 
 
 def build(job: Job, directory: Path, weights: Path | None, *, adapter: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """The model in `directory`, frozen and not read, with the job's `adapter`, and its configuration; `weights`, if
-    given, fit it. Raises JobError."""
+    """The model in `directory`, frozen and not read, and its configuration; `weights`, if given, fit it. `adapter`:
+    they are what the job trains, for which the model has its layers of LoRA or DoRA; else the whole model. Raises
+    JobError."""
     model, config = load_base(job, directory)
-    needed = [] if adapter else [name for name, _ in tree_flatten(model.parameters())]
-    if adapter and job.fine_tune_type != "full":
-        add_adapter(job, model)
-        needed = [name for name, _ in tree_flatten(model.trainable_parameters())]
-        model.freeze()
+    if adapter:
+        unfreeze_trained(job, model)
+    needed = [name for name, _ in tree_flatten(model.trainable_parameters() if adapter else model.parameters())]
+    model.freeze()
     if weights is not None:
         _check(weights, model, needed)
     return model, config

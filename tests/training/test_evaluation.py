@@ -120,7 +120,11 @@ def test_a_checkpoints_float32_masters_are_measured_in_the_models_type(tiny: Tin
 def test_weights_that_do_not_fit_are_refused_in_words(tiny: Tiny, lora: Trained, tmp_path: Path) -> None:
     job, weights = lora
     other = {**job, "lora_parameters": {"rank": 4}}
+    full, whole = tiny.job(), loaded(tiny.model / "model.safetensors")
+    part = {name: value for name, value in whole.items() if ".layers.1." in name and "q_proj" not in name}
+    mx.save_safetensors(str(tmp_path / "part.safetensors"), part)
     for changed, path, why in (
+        ({**full, "num_layers": 1}, tmp_path / "part.safetensors", r"1 of \d+ tensors are missing, such as .*q_proj"),
         (other, weights, r"its .*lora_a is \[32, 8\], and the job's \[32, 4\]"),
         (tiny.job(), weights, "none of its .* tensors is one of the job's"),
         (job, weights.with_name("lost.safetensors"), "No such file"),

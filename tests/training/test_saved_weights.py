@@ -101,15 +101,18 @@ def test_a_state_in_parts_is_served_as_it_answers(tiny: Tiny, tmp_path: Path) ->
     assert not list(served.home.glob("assembled-*"))
 
 
-def test_a_compressed_state_is_used_as_any_other(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", ["none", "gzip"])
+def test_a_state_that_is_not_divided_is_used_where_it_is_or_unpacked(
+    tiny: Tiny, tmp_path: Path, compression: str
+) -> None:
     job = tiny.job()
-    _, iteration, parts = killed(tmp_path / "killed", job, parts=1, checkpoint_compression="gzip")
+    _, iteration, parts = killed(tmp_path / "killed", job, parts=1, checkpoint_compression=compression)
     ended = run_training(tmp_path / "ended", {**job, "iters": iteration}, every=0).succeeded()
     file = str(ended.adapters / "adapters.safetensors")
     expected = losses(run_here(tmp_path / "expected", job, Task("evaluate", "run", file)))
-    assert losses(task(tmp_path / "eval", job, "evaluate", parts).succeeded().events()) == pytest.approx(
-        expected, abs=CLOSE
-    )
+    measured = task(tmp_path / "eval", job, "evaluate", parts).succeeded()
+    assert losses(measured.events()) == pytest.approx(expected, abs=CLOSE)
+    assert "part of a state" not in measured.log(), "nothing was copied"
 
 
 def test_a_part_that_is_not_as_it_was_saved_is_refused_on_every_rank(tiny: Tiny, tmp_path: Path) -> None:
