@@ -346,7 +346,7 @@ def first_failure(step: Callable[[], None]) -> str | None:
     failure = None
     try:
         step()
-    except (OSError, CheckpointError) as error:
+    except (OSError, CheckpointError, JobError) as error:
         failure = first_line(error)
     return next((reported for reported in all_gather_object(failure) if reported is not None), None)
 

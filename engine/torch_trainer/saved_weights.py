@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.protocol.attempt import read_regular
 from engine.protocol.job import Job, JobError
-from engine.protocol.safetensors import CheckpointError
+from engine.protocol.safetensors import CheckpointError, misfit
 from engine.protocol.task import Task
 from engine.torch_trainer.checkpoint import StateManifest, all_gather_object, first_failure, send_file
 from engine.torch_trainer.model import TrainedFolder, link, load_model, load_tokenizer
@@ -31,10 +33,13 @@ def assembled(process: TrainingProcess, job: Job, dtype: torch.dtype, task: Task
         yield task
         return
     folder, leads = process.home / "assembled", process.rank == 0
+    if leads:
+        # Of an attempt that was killed.
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         process.reporter.phase("loading")
         layouts = [_Part.of(process, saved, part).bring(folder / "state") for part, saved in enumerate(task.parts)]
-        write = partial(_write, job, dtype, folder, layouts[0])
+        write = partial(_write, process, job, dtype, folder, layouts[0])
         if (failure := first_failure(write if leads else lambda: None)) is not None:
             raise JobError(f"the weights of the state are not used: {failure}")
         yield replace(task, weights=str(folder / "weights"), parts=[])
@@ -88,20 +93,35 @@ class _Part:
             send_file(self.folder, target if leads else None, entry, self.owner)
         elif leads:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.unlink(missing_ok=True)
             link(str(self.folder / entry.name), str(path))
         self.process.reporter.going_on()
 
 
-def _write(job: Job, dtype: torch.dtype, folder: Path, layout: str) -> None:
+def _write(process: TrainingProcess, job: Job, dtype: torch.dtype, folder: Path, layout: str) -> None:
     """Make what `from_pretrained` of transformers or peft loads, as the training saves it. Raises CheckpointError,
-    OSError; JobError."""
-    weights, model = read_weights(folder / "state", layout), load_model(job, dtype)
-    if unknown := weights.keys() - model.state_dict().keys():
-        raise CheckpointError(f"it has {min(unknown)}, which is not in the model")
+    OSError, JobError."""
+    weights = read_weights(folder / "state", layout)
+    process.reporter.going_on()
+    model = load_model(job, dtype)
+    process.reporter.going_on()
+    if (why := _misfit(weights, model)) is not None:
+        raise CheckpointError(why)
     if job.fine_tune_type == "full":
         # It has those of the trained layers alone.
         model.load_state_dict(weights, strict=False)
         weights = model.state_dict()
     target = folder / "weights"
     TrainedFolder(target, model, load_tokenizer(job)).save([target], weights, {"run": job.home.name})
+    process.reporter.going_on()
+
+
+def _misfit(weights: Mapping[str, Tensor], model: Any) -> str | None:
+    """Why `weights` are not all that is trained of `model`, and nothing else."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    saved, whole = ({name: value.shape for name, value in held.items()} for held in (weights, model.state_dict()))
+    if (why := misfit(saved, whole, trained)) is not None:
+        return why
+    # One that is tied has several names.
+    present = {parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name in weights}
+    lacking = [name for name, parameter in trained.items() if parameter not in present]
+    return f"{len(lacking):,} of {len(trained):,} tensors are missing, such as {lacking[0]}" if lacking else None

@@ -152,6 +152,16 @@ def _first_cause() -> Iterator[None]:
         raise CheckpointError(str(error)) from error
 
 
+@contextlib.contextmanager
+def _read_by_deepspeed(why: str) -> Iterator[None]:
+    """Without the steps that it prints. Raises CheckpointError, beginning with `why`."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except Exception as error:  # whatever a damaged or a refused file makes it raise
+        raise CheckpointError(f"{why}: {type(error).__name__}: {first_line(error)}") from error
+
+
 class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
     """Equal states make equal files."""
 
@@ -184,12 +194,8 @@ def read_weights(folder: Path, layout: str) -> dict[str, Tensor]:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         _read_deepspeed()
-        try:
-            # It prints each of its steps.
-            with contextlib.redirect_stdout(io.StringIO()):
-                whole = get_fp32_state_dict_from_zero_checkpoint(folder, _STATE, exclude_frozen_parameters=True)
-        except (KeyError, ValueError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"DeepSpeed cannot read it: {error!r}") from error
+        with _read_by_deepspeed("DeepSpeed cannot read it"):
+            whole = get_fp32_state_dict_from_zero_checkpoint(folder, _STATE, exclude_frozen_parameters=True)
         return {str(name): value for name, value in whole.items()}
     reader, weights = _Reader(folder), dict[str, Tensor]()
     with _first_cause():
@@ -416,12 +422,8 @@ class DeepSpeedStrategy(TorchStrategy):
         folders = {"input_folder": str(folder / _STATE), "output_folder": str(target / _STATE)}
         workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
         request = argparse.Namespace(**folders, **workers, strict=True, inject_missing_state=False)
-        try:
-            # It prints each of its steps.
-            with contextlib.redirect_stdout(io.StringIO()):
-                ds_to_universal.main(request)
-        except (KeyError, AssertionError, RuntimeError) as error:
-            raise CheckpointError(f"DeepSpeed cannot convert it: {error!r}") from error
+        with _read_by_deepspeed("DeepSpeed cannot convert it"):
+            ds_to_universal.main(request)
 
     def load(self, folder: Path, *, converted: bool) -> None:
         self.model._config.load_universal_checkpoint = converted

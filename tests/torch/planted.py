@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import Metadata
 
-from engine.torch_trainer.strategies import _Reader, _Writer
+from engine.torch_trainer.strategies import _Reader, _Writer, read_weights
 from engine.torch_trainer.unpickling import restrict_unpickling
 
 MARKER = "ran"
@@ -66,6 +66,7 @@ def loads(folder: Path, content: bytes) -> dict[str, Callable[[], Any]]:
         "dcp": functools.partial(dcp.load, {}, storage_reader=_Reader(folder)),
         "message": functools.partial(distributed_c10d._tensor_to_object, tensor, len(content), None),
         "torch.load": functools.partial(torch.load, folder / "planted.pt", weights_only=False),
+        "ZeRO": functools.partial(read_weights, folder, "deepspeed ZeRO-2 fp32"),
     }
 
 
@@ -82,6 +83,8 @@ def main() -> None:
         folder.mkdir()
         (folder / ".metadata").write_bytes(content)
         (folder / "planted.pt").write_bytes(content)
+        (folder / "state").mkdir()
+        (folder / "state" / "mp_rank_00_model_states.pt").write_bytes(content)
         found[name] = {how: outcome(load) for how, load in loads(folder, content).items()}
     state = {"model": {"weight": torch.ones(2, 3, dtype=torch.bfloat16)}, "optimizer": {"step": 3, "name": "adam"}}
     dcp.save(state, storage_writer=_Writer(Path("real")))

@@ -83,6 +83,18 @@ def in_bfloat16(tiny: Tiny, target: Path) -> Path:
     return target
 
 
+def wider(tiny: Tiny, target: Path) -> Path:
+    """A copy of the tiny model, whose blocks have each inner feature twice."""
+    shutil.copytree(tiny.model, target)
+    weights: Any = mx.load(str(tiny.model / "model.safetensors"))
+    for name, axis in ((name, int("down_proj" in name)) for name in weights if ".mlp." in name):
+        weights[name] = mx.concatenate([weights[name]] * 2, axis)
+    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "intermediate_size": 2 * config["intermediate_size"]}))
+    return target
+
+
 def test_weights_are_measured_as_their_training_measures_them(tiny: Tiny, tmp_path: Path) -> None:
     job = torch_job(tiny, fine_tune_type="lora", test=True, test_batches=-1, iters=4)
     training = run_torch(tmp_path / "training", job)
@@ -199,6 +211,27 @@ def test_a_checkpoint_is_used_as_the_weights_of_a_run_that_ended_there(
     ]
     assert answers[0] == answers[1] != []
     assert not list(tmp_path.glob("*/node*/runs/run/assembled"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_checkpoint_that_does_not_fit_the_model_is_refused_on_every_rank(
+    tiny: Tiny, tmp_path: Path, kind: str
+) -> None:
+    job = torch_job(tiny, fine_tune_type=kind, num_layers=1, iters=1)
+    saved = run_torch(tmp_path / "saved", job, fields={"checkpoint_every": 1})
+    (state,) = [event for event in saved.events("checkpoint") if "manifest" in event]
+    parts = [["n0", state["folder"], state["manifest"]]]
+    mute = tmp_path / "mute"
+    shutil.copytree(tiny.model, mute, ignore=shutil.ignore_patterns("tokenizer*"))
+    for changes, why in (
+        ({"num_layers": 2}, "tensors are missing, such as "),
+        ({"model": str(wider(tiny, tmp_path / "wider"))}, "and the job's ["),
+        ({"model": str(mute)}, "the tokenizer in "),
+    ):
+        run = start_task(tmp_path / why[:3], {**job, **changes}, "evaluate", None, parts=parts, ranks=2)
+        assert run.wait() == [1, 1]
+        assert all(why in run.events("failure", rank)[0]["message"] for rank in range(2))
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def test_planted_pickles_run_nothing_and_real_ones_are_read(tmp_path: Path, monk
     for name, outcomes in found["planted"].items():
         assert outcomes["metadata"].startswith("CheckpointError: .metadata cannot be read: it names "), (name, outcomes)
         assert outcomes["message"].startswith("UnpicklingError: it names "), (name, outcomes)
+        assert outcomes["ZeRO"].startswith("CheckpointError: DeepSpeed cannot read it: Unpickl"), (name, outcomes)
         assert not any(text.startswith("loaded") for text in outcomes.values()), (name, outcomes)
     state = {"step": 3, "name": "adam"}
     assert found["real"] == {"dcp": [6.0, state], "message": True, "torch.load": state}
