@@ -360,7 +360,8 @@ def _explain_choice(context: PlanContext, choice: Choice) -> None:
 def _warn_of_tiling(context: PlanContext, tokens: int, shape: ModelShape, workloads: Sequence[RankWorkload]) -> None:
     parts = {part for layer in shape.architecture.layers for part in layer.sublayers}
     if tokens and not any(is_tiled(part, load, shape.dtype_bytes) for part in parts for load in workloads):
-        context.warn("memory", f"sequence_tiling = {tokens} changes nothing here: there is nothing to compute in tiles")
+        why = "no scores of attention and no MLP are computed in tiles"
+        context.warn("memory", f"sequence_tiling = {tokens} saves no memory here: {why}")
 
 
 def _attention(

@@ -98,7 +98,7 @@ def test_a_recurrence_has_nothing_to_tile_and_a_job_that_asks_for_it_is_warned()
     for kind, warned in (("mamba2", True), ("llama", False)):
         node = mac("m1", 0, "Apple M1 Max", 64)
         plan = make_plan(inputs([node], settings={"sequence_tiling": 512}, model=TINY[kind]))
-        assert any("sequence_tiling = 512 changes nothing here" in issue.text for issue in plan.warnings) is warned
+        assert any("sequence_tiling = 512 saves no memory here" in issue.text for issue in plan.warnings) is warned
     shape = ModelShape.from_config(TINY["mamba2"])
     one, other = (
         estimate(shape, RankWorkload(sequence=4096, sequence_tiling=tokens)).peak_bytes for tokens in (0, 256)
