@@ -163,6 +163,8 @@ class FlightDeckApp(App[None]):
         """The ended run with which the console began."""
         self._opened: set[str] = set()
         """Runs that were shown once: they are not shown again by themselves."""
+        self._chatted: str | None = None
+        """The run whose result was last asked."""
         self._first_config: Config | None = None
         """As it was read first, or launched last."""
         self._due = False
@@ -394,12 +396,13 @@ class FlightDeckApp(App[None]):
             alike = alike and all(a is b or (a.id, a.state) == (shown, b.state) for a, b in pairs)
             (self.store.keep if alike else self.store.change)(runs=message.runs)
             if before is not None and not self.state.active and self.state.busy is None:
-                # Started by a command: what is shown must be what goes on.
-                started = next((run for run in message.runs if run.id not in before and not run.state.ended), None)
+                # Started by a command: what is shown must be what goes on. A chat starts its server itself.
+                new = (run for run in message.runs if run.id not in before and not run.state.ended)
+                started = next((run for run in new if (run.task, run.source) != ("serve", self._chatted)), None)
                 if started is not None and self._shown in (None, self._first) and len(self.screen_stack) == 1:
                     self.open_run(started.id, view=self.state.view)
-                elif started is not None and not isinstance(self.screen, Chat):
-                    # What a person has opened stays; a chat starts its server itself.
+                elif started is not None:
+                    # What a person has opened stays.
                     self.say(f"{started.id} has started: 5 lists it")
         if not self._first_shown:
             self._first_shown = True
@@ -756,7 +759,11 @@ class FlightDeckApp(App[None]):
     def do_chat(self) -> None:
         assert self.state.snapshot is not None
         record = self.state.snapshot.record
-        self.push_screen(Chat(self.client, record.source or record.id))
+        self._chat(record.source or record.id)
+
+    def _chat(self, run: str) -> None:
+        self._chatted = run
+        self.push_screen(Chat(self.client, run))
 
     def do_use(self) -> None:
         """Opened at once, so that a letter typed right after the key reaches it."""
@@ -776,7 +783,7 @@ class FlightDeckApp(App[None]):
 
     def _use(self, use: RunUse, key: str) -> None:
         if key == "c":
-            self.push_screen(Chat(self.client, use.run))
+            self._chat(use.run)
         elif key == "e":
             self._ask_task(use, api.TaskRequest("evaluate", divided=True), "eval")
         elif key == "f":

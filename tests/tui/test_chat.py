@@ -12,6 +12,7 @@ from textual.widgets import Input
 
 from engine.api import ChatExchange
 from engine.errors import InputError, LaunchError
+from engine.models import RunState
 from engine.snapshots import RunSnapshot, TrainedFile
 from tests.tui import fake_engine
 from tests.tui.conftest import DASHBOARD, SIZE, SMALL, Console, opened
@@ -164,6 +165,26 @@ async def test_what_cannot_answer_says_why(fake: FakeEngine, shown: RunSnapshot,
         await console.until(lambda: console.app.state.snapshot is not None, "the run")
         await console.press("c")
         assert any(why in text for text in console.notifications)
+
+
+async def test_its_own_server_takes_nothings_place_and_another_run_that_starts_is_said(fake: FakeEngine) -> None:
+    night = fake_engine.failed()
+    fake.add(replace(night, trained=TRAINED))
+    # The engine of the tests stops another run than that of the chat's server.
+    fake.served_already = True
+    server = fake_engine.record(f"{night.record.id}-serve", task="serve", source=night.record.id, iteration=None)
+    async with opened(fake) as console:
+        await console.shows("first cause")
+        await console.press("c", "escape")
+        fake.add(replace(fake_engine.running(), record=server))
+        await console.until(lambda: len(console.app.state.runs or ()) == 2, "the server's run")
+        await console.shows("first cause")
+        assert console.notifications == []
+        await console.press("c")
+        fake.put(replace(fake_engine.aborted(), record=server.model_copy(update={"state": RunState.ABORTED})))
+        fake.add(fake_engine.running())
+        await console.until(lambda: "has started: 5 lists it" in " ".join(console.notifications), "the notice")
+        assert not console.on_deck
 
 
 async def test_letters_are_text_in_the_chat(fake: FakeEngine) -> None:
