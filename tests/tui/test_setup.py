@@ -108,6 +108,30 @@ async def test_it_is_left_and_taken_up_again_and_nodes_are_typed_and_ordered(fak
     assert not (folder / "flightdeck.toml").exists()
 
 
+async def test_a_files_own_epochs_and_budget_are_changed_and_not_replaced(fake: FakeEngine, folder: Path) -> None:
+    job = '[job]\nmodel = "~/Qwen3"\ndata = "data"\nbatch_tokens = 9000\nepochs = 3\n'
+    (folder / "flightdeck.toml").write_text(f'[[node]]\nssh = "ana@ultra.local"\n{job}')
+    async with opened(fake, config=None, size=SMALL) as console:
+        await console.press("i")
+        await answered(console)
+        await console.press("enter")
+        await at(console, "model")
+        await console.press("enter")
+        await at(console, "data")
+        await console.press("enter", "enter")
+        await at(console, "method")
+        await console.press("-", "-", "-", "right", "right", "left")
+        await console.shows("1 epoch ")
+        await console.shows("18,000 tokens")
+        await console.press("+", "enter")
+        await at(console, "file")
+        await console.press("enter")
+        await console.until(lambda: console.on_deck, "the deck")
+    text = (folder / "flightdeck.toml").read_text()
+    written = tomllib.loads(text)["job"]
+    assert "batch_tokens = 18000\nepochs = 2\n" in text and not {"iters", "batch_size"} & written.keys()
+
+
 async def test_a_key_that_comes_before_the_engine_waits_for_it(fake: FakeEngine, folder: Path) -> None:
     app = FlightDeckApp(fake.engine, clock=lambda: NOW)
     async with app.run_test(size=SMALL) as pilot:

@@ -351,7 +351,7 @@ def _inspected(inspection: DataInspection, width: int) -> list[Content]:
 
 
 class _Method(SetupStep):
-    name, title, keys = "method", "How it is trained, and what fits.", "up/down, left/right batch, -/+ iterations"
+    name, title, keys = "method", "How it is trained, and what fits.", "up/down, left/right batch, -/+ length"
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -375,22 +375,26 @@ class _Method(SetupStep):
         self.moved()
 
     def moved(self, more: int = 0) -> None:
-        """The batch is at most what fits; one in tokens stays until another is chosen."""
+        """A batch in sequences is at most what fits; one in tokens is doubled or halved."""
         method, ranks, choices = self.rows[self.cursor], self.setup.ranks, self.setup.choices
         self.setup.choose(fine_tune_type=method)
-        if choices.batch_tokens is None or more:
+        if choices.batch_tokens is not None:
+            self.setup.choose(batch_tokens=max(1, int(choices.batch_tokens * 2.0**more)))
+        else:
             batch = max(ranks, (choices.batch_size or api.usual_batch(ranks)) + more * ranks)
             most = (self._fits[method].amount if method in self._fits else 0) or batch
-            self.setup.choose(batch_size=min(batch, most * ranks), batch_tokens=None)
+            self.setup.choose(batch_size=min(batch, most * ranks))
 
     def press(self, key: str) -> bool:
         if key in ("left", "right"):
             self.moved(1 if key == "right" else -1)
+        elif key in ("-", "+") and (epochs := self.setup.choices.epochs) is not None:
+            self.setup.choose(epochs=epochs + 1 if key == "+" else min(epochs, max(1, epochs - 1)))
         elif key in ("-", "+"):
             # By one of the first digit.
             iters = self.setup.choices.iters or api.USUAL_ITERS
             step = 10 ** max(0, len(str(iters - (key == "-"))) - 1)
-            self.setup.choose(iters=max(1, iters + step * (1 if key == "+" else -1)), epochs=None)
+            self.setup.choose(iters=max(1, iters + step * (1 if key == "+" else -1)))
         else:
             return super().press(key)
         return True
@@ -414,7 +418,7 @@ class _Method(SetupStep):
         length = (
             f"{choices.iters or api.USUAL_ITERS:,} iterations"
             if choices.epochs is None
-            else f"{choices.epochs:g} epochs"
+            else f"{choices.epochs:g} epoch{'s' * (choices.epochs != 1)}"
         )
         return [*lines, Content(""), pair("batch", batch, width), pair("for", length, width)]
 
