@@ -19,10 +19,12 @@ MARKS_PER_CHARACTER: Final = 3
 _PLAIN: Final = re.compile(rb"[\x20-\x7e]*")
 # The payload of a control string excludes what begins or ends one, so that a hostile line is scanned at most twice.
 # One that never ends loses only its introducer: its text is harmless then, and may matter.
+# It begins with one class of characters, which `re` skips to ten times as fast.
 _SEQUENCE: Final = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
-    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\|\x9c)"
-    r"|\x1b[ -/]*[0-~]?"
+    r"[\x1b\x90\x98\x9b\x9d-\x9f]"
+    r"(?:(?:(?<=\x1b)\[|(?<=\x9b))[0-?]*[ -/]*[@-~]?"
+    r"|(?:(?<=\x1b)[\]PX^_]|(?<=[\x90\x98\x9d-\x9f]))[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\|\x9c)"
+    r"|(?<=\x1b)[ -/]*[0-~]?)"
 )
 _SGR: Final = re.compile(r"\x1b\[([\d;]{0,80})m")
 _LEADING_ZEROS: Final = re.compile(r"\b0+(?=\d)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from engine.security.sanitise import sanitise
@@ -13,12 +14,16 @@ REGEX_PREFIX: Final = "re:"
 """Begins a pattern that is a regular expression; everything else is searched for literally."""
 SHOWN_BYTES: Final = 64 * 1024
 """The most of one line that is made into text: in a longer one a match in its bytes counts as it is."""
+_ODD: Final = b"\0"
+_ODD_OR_NOT: Final = bytes(byte if byte == 0x0A or 0x20 <= byte <= 0x7E else 0 for byte in range(256))
+"""All bytes that may be shown as something else, for bytes.translate."""
 
 
 @dataclass(frozen=True)
 class LogPattern:
-    """A line matches when `expression` is found in its shown text. Its raw bytes (in lower case, when `folded`)
-    then hold one of `needles`, or, when there are none, a match of `raw`: that is what a search goes by."""
+    """A line matches when `expression` is found in its shown text. A line of plain ASCII is shown as it is stored: its
+    bytes (in lower case, when `folded`) then hold one of `needles` or a match of `raw`, which is what a search goes by.
+    """
 
     text: str
     """As it was typed."""
@@ -39,9 +44,6 @@ class LogPattern:
             if not text:
                 raise ValueError("nothing to search for")
             literal = re.compile(re.escape(text), flags)
-            if folded and not text.isascii():
-                # Bytes have no other case of é: each line with more than ASCII is looked at.
-                return cls(text, literal, raw=re.compile(rb"[^\x00-\x7f]"))
             return cls(text, literal, needles=((text.lower() if folded else text).encode(),), folded=folded)
         expression = text.removeprefix(REGEX_PREFIX)
         try:
@@ -59,34 +61,45 @@ class LogPattern:
 
     def matches(self, line: bytes, redactor: Callable[[str], str]) -> bool:
         """A raw line matches: what is redacted cannot be found."""
-        if len(line) > SHOWN_BYTES:
-            return True
         text = sanitise(line)
+        if self.needles:
+            shown = (text.lower() if self.folded else text).encode()
+            if not any(needle in shown for needle in self.needles):
+                return False
         return self.expression.search(text) is not None and self.expression.search(redactor(text)) is not None
 
     def positions(self, data: bytes, redactor: Callable[[str], str]) -> Iterator[int]:
         """In whole lines of a log: one position in each line that matches, first to last."""
-        searched = data.lower() if self.folded else data
-        at = 0
-        upcoming = {needle: searched.find(needle) for needle in self.needles}
-        while at < len(data):
-            place = self._next(searched, at, upcoming)
-            if place < 0:
-                return
+        searches = self._searches(data.lower() if self.folded else data)
+        in_bytes = len(searches)
+        if not data.isascii() or any(byte in data for byte in (b"\x1b", b"\r", b"\t")):
+            odd = data.translate(_ODD_OR_NOT)
+            searches.append(partial(odd.find, _ODD))
+        upcoming = [search(0) for search in searches]
+        while (place := min((place for place in upcoming if place >= 0), default=-1)) >= 0:
             start, end = data.rfind(b"\n", 0, place) + 1, data.find(b"\n", place)
             end = len(data) if end < 0 else end
-            if self.matches(data[start:end], redactor):
+            if end - start > SHOWN_BYTES:
+                matches = any(start <= match < end for match in upcoming[:in_bytes])
+            else:
+                matches = self.matches(data[start:end], redactor)
+            if matches:
                 yield place
             at = end + 1
+            upcoming = [
+                search(at) if 0 <= match < at else match for search, match in zip(searches, upcoming, strict=True)
+            ]
 
-    def _next(self, searched: bytes, at: int, upcoming: dict[bytes, int]) -> int:
-        if self.raw is not None:
-            match = self.raw.search(searched, at)
+    def _searches(self, searched: bytes) -> list[Callable[[int], int]]:
+        """Each says where the next match from a position on is, -1 without one."""
+        if (raw := self.raw) is None:
+            return [partial(searched.find, needle) for needle in self.needles]
+
+        def search(at: int) -> int:
+            match = raw.search(searched, at)
             return -1 if match is None or match.start() >= len(searched) else match.start()
-        for needle, place in upcoming.items():
-            if 0 <= place < at:
-                upcoming[needle] = searched.find(needle, at)
-        return min((place for place in upcoming.values() if place >= 0), default=-1)
+
+        return [search]
 
 
 ERRORS: Final = LogPattern(

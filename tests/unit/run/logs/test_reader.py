@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +20,8 @@ from tests.unit.run.logs.run_logs import RunLogs
 from tests.unit.run.run_maker import MadeRun, make_run_config
 
 parse = LogPattern.parse
-words = st.lists(st.sampled_from(["foo", "Foo", "bar", "b\tar", "é", "fo\x1b[1mo", "x\rfoo", ""]), max_size=3)
+stored = ["foo", "Foo", "bar", "b\tar", "é", "fo\x1b[1mo", "foo\x1b[0m", "x\rfoo", "o\r", ""]
+words = st.lists(st.sampled_from(stored), max_size=3)
 chatter = st.lists(
     st.tuples(st.sampled_from([0, 1, LAUNCHER_SOURCE]), st.lists(words.map(" ".join), min_size=1, max_size=4)),
     min_size=1,
@@ -142,7 +142,7 @@ def test_a_capital_counts_only_where_one_is_typed(logs: RunLogs) -> None:
     }  # fmt: skip
 
 
-@given(chatter, st.sampled_from(["foo", "Foo", "bar", "é", "re:^fo+$", "re:ba?r|Foo", "o f"]), st.booleans())
+@given(chatter, st.sampled_from(["foo", "Foo", "bar", "é", "re:^fo+$", "re:ba?r|Foo", "re:^.$", "o f"]), st.booleans())
 def test_a_search_finds_what_reading_every_line_finds(
     parts: list[tuple[int, list[str]]], wanted: str, merged: bool
 ) -> None:
@@ -151,17 +151,8 @@ def test_a_search_finds_what_reading_every_line_finds(
         for source, lines in parts:
             logs.write(source, "".join(f"{line}\n" for line in lines))
         reader = LogReader(logs.run_dir, None if merged else 0)
-        pattern = parse(wanted)
-        expression = pattern.expression
-        # A literal is looked for in the stored bytes: what an escape sequence tears apart is not found.
-        raw = pattern.raw or re.compile(re.escape(wanted.encode()), expression.flags & re.IGNORECASE)
-        shown = reader.lines(0, reader.line_count)
-        matching = [
-            line.number
-            for line in shown
-            if expression.search(line.text)
-            and re.search(raw.pattern, stored(logs, line.source, line.offset), raw.flags)
-        ]
+        pattern, shown = parse(wanted), reader.lines(0, reader.line_count)
+        matching = [line.number for line in shown if pattern.expression.search(line.text)]
         for start in range(len(shown)):
             after = [number for number in matching if number >= start]
             until = [number for number in matching if number <= start]
@@ -175,8 +166,24 @@ def test_a_search_finds_what_reading_every_line_finds(
         assert list(left.numbers) == [number for number in range(len(shown)) if number not in matching]
 
 
-def stored(logs: RunLogs, source: int, offset: int) -> bytes:
-    return logs.run_dir.log(source).read_bytes()[offset:].split(b"\n", 1)[0]
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (b"loss \x1b[36m1.23\x1b[0m", "loss 1.23"),
+        (b"\x1b[31mError: x", "re:^Error"),
+        (b"all done\x1b[0m", "re:done$"),
+        (b"all done\r", "re:done$"),
+        (b"\rEpoch 3: 10%", "re:^Epoch"),
+        ("日本語".encode(), r"re:^\w{3}$"),
+        ("äöü".encode(), "re:^.{3}$"),
+        (b"a\tb", "a       b"),
+        (b"1%\rfoo" * 20_000, "foo"),
+    ],
+)
+def test_what_is_found_in_the_shown_text_is_found(logs: RunLogs, line: bytes, wanted: str) -> None:
+    logs.write(0, b"plain\n" + line + b"\n\x1b[1mother\x1b[0m" + b"\r" * SHOWN_BYTES + b"\nlast\n")
+    reader = LogReader(logs.run_dir, 0)
+    assert reader.matching(parse(wanted), 0, reader.line_count) == [1]
 
 
 def test_a_filter_keeps_up_and_matches_a_growing_line_again(logs: RunLogs) -> None:
@@ -217,6 +224,7 @@ def test_a_pattern_that_is_none_is_refused(text: str) -> None:
         ("Traceback (most recent call last):", True),
         ("\x1b[33m[WARN] Node with rank 1 exited with code -9 \x1b[0m", True),
         ("ERROR something", True),
+        ("Err\x1b[31mor: x", True),
         ("Killed", True),
         ("zsh: segmentation fault  python", True),
         ("[ring] Attempt 0 waiting 1000 ms (error: 111 )", False),
