@@ -255,7 +255,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("launch", ("n",), "launch", "Launch the plan, after a confirmation", "run",
            why_not=_first(_loading, _busy, _nothing_to_launch, _NOT_ENDED, _failures),
            when=lambda state: state.running is None),
-    Action("enqueue", ("n",), "queue", "Put the plan into the queue while another run goes on, after a confirmation",
+    Action("enqueue", ("n",), "queue", "Put the plan into the queue while another run goes on; asks when, how long",
            "run", why_not=_first(_loading, _nothing_to_launch, _failures),
            when=lambda state: state.running is not None and not (state.searching and state.pane == "logs")),
     Action("abort", ("ctrl+x",), "abort", "Abort the shown run, after a confirmation", "run", dangerous=True,

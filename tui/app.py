@@ -63,13 +63,13 @@ from tui.screens.deck import DeckScreen
 from tui.screens.dialog import (
     Confirm,
     Dialog,
+    QueueForm,
     Welcome,
     confirm_abort,
     confirm_delete,
     confirm_incomplete,
     confirm_launch,
     confirm_programs,
-    confirm_queue,
     text_width,
 )
 from tui.screens.fix import ChangedKey, FixDialog, SkipCheck, UnknownKey, confirm_fix, confirm_setup
@@ -559,7 +559,8 @@ class FlightDeckApp(App[None]):
         config = self.state.config
         assert config is not None
 
-        self._confirm(confirm_queue(self.state, self._text_width), lambda: self._request(self.client.enqueue(config)))
+        form = QueueForm(self.state, self._text_width)
+        self._confirm(form, lambda: self._request(self.client.enqueue(config, form.wishes)))
 
     def do_item_up(self) -> None:
         self._move_item(-1)

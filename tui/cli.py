@@ -18,6 +18,7 @@ from engine.api import ExitCode, Strategy
 from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound, did_you_mean
 from tui.commands.terminal import DEFAULT_FILE, Lines, check_terminal, discard
 from tui.encoding import prepare
+from tui.formatting import seconds_of
 
 Commands = Any
 """The type that add_subparsers returns, which argparse does not name."""
@@ -985,16 +986,12 @@ def _number(text: str, most: float = 100.0) -> float:
     return number
 
 
-_UNITS_S = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-
-
 def _duration(text: str) -> float:
-    """An argparse type: a time as in "90m", "8h" or "1h30m", in seconds."""
-    parts = re.findall(r"(\d+(?:\.\d+)?) ?(s|min|m|h|d) ?", text.strip())
-    seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
-    if not seconds or "".join("".join(part) for part in parts) != text.replace(" ", ""):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a time such as 30m, 8h or 2d")
-    return seconds
+    """An argparse type: a length of time, in seconds."""
+    try:
+        return seconds_of(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _share(text: str) -> float:

@@ -438,11 +438,11 @@ class EngineClient:
             for answer in await self._loop.call(lambda: asyncio.to_thread(self.engine.checks.notifications, config)):
                 self._notify(f"{answer.channel}: {answer.answer}", "information" if answer.sent else "error")
 
-    async def enqueue(self, config: Config) -> None:
-        """Put the configuration at the end of the queue."""
+    async def enqueue(self, config: Config, wishes: Mapping[str, Any]) -> None:
+        """Put the configuration at the end of the queue. `wishes`: "after" and "budget_s", as QueueApi.add has them."""
         with self._request("queue"):
             add, skips = self.engine.queue.add, self._store.state.skips
-            (item,) = await asyncio.to_thread(lambda: add([config], skip=skips))
+            (item,) = await asyncio.to_thread(lambda: add([config], skip=skips, **wishes))
             self._store.change(skips={}, queue=await asyncio.to_thread(self.engine.queue.snapshot))
             self._notify(f"queued as item {item.id}: 6 shows the queue")
 

@@ -4,11 +4,12 @@ line summaries of a run's attempts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from engine.errors import memory_text, plural
+from engine.errors import InputError, memory_text, plural
 
 if TYPE_CHECKING:
     from engine.api import Comparison, Difference, QueueItem, QueueSnapshot
@@ -84,6 +85,18 @@ def span(seconds: float | None) -> str:
     if hours:
         return f"{hours} h {minutes:02} min"
     return f"{minutes} min" if minutes else f"{whole} s"
+
+
+_UNITS_S: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def seconds_of(text: str) -> float:
+    """A length of time as in "90m", "8h" or "1h30m". Raises InputError."""
+    parts = re.findall(r"(\d+(?:\.\d+)?) ?(s|min|m|h|d) ?", text.strip())
+    seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    if not seconds or "".join("".join(part) for part in parts) != text.replace(" ", ""):
+        raise InputError(f"{text!r}: expected a time such as 30m, 8h or 2d")
+    return seconds
 
 
 def age(then: datetime | None, now: datetime) -> str:

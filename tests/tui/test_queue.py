@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.api.queue import starting_time
 from engine.queue.queue_files import QueueFiles
 from tests.tui import fake_engine
 from tests.tui.commands import flightdeck
@@ -58,6 +59,20 @@ async def test_n_queues_while_a_run_goes_on_and_the_pane_orders_holds_and_cancel
         await console.until(lambda: "cancelled" in console.app.deck.pane("queue").text(), "the pane")
         await console.press("H")
         assert "hold: item 1 is cancelled" in console.notifications
+
+
+async def test_a_time_to_start_and_a_length_are_asked_for_and_read_as_the_command_reads_them(fake: FakeEngine) -> None:
+    fake.add(fake_engine.running())
+    async with opened(fake, size=(80, 24)) as console:
+        await console.press("n", "up", "up")
+        await console.shows("not before")
+        await console.press(*"soon", "down", *"8x")
+        await console.shows("'8x': expected a time such as 30m, 8h or 2d")
+        assert "'soon' is no time" in console.screen and "Queue" in console.screen
+        await console.press("backspace", "h", "up", *["backspace"] * 4, *"2099-12-31 22:00", "enter", "enter")
+        await console.until(lambda: items(fake.home) == [(1, "waiting")], "the item")
+    (item,) = QueueFiles(fake.home).read().items
+    assert item.budget_s == 28_800 and item.after == starting_time("2099-12-31 22:00")
 
 
 def test_a_grid_is_queued_listed_and_changed_by_command(home: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ launch or an abort, and the welcome when there is no flightdeck.toml.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,11 +14,12 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.events import Resize
 from textual.screen import ModalScreen
-from textual.widgets import Button, Static
+from textual.widgets import Button, Input, Static
 from textual.widgets.button import ButtonVariant
 
-from engine.errors import plural
-from tui.formatting import size
+from engine import api
+from engine.errors import InputError, plural
+from tui.formatting import seconds_of, size
 from tui.glyphs import MUTED
 from tui.state import DeckState
 from tui.widgets.plan_summary import edited, hosts, job_rows
@@ -127,19 +128,56 @@ class ConfirmLaunch(Dialog):
             self.dismiss("settings")
 
 
-def confirm_queue(state: DeckState, width: int) -> Confirm:
-    """The job, its nodes, and what is before it."""
-    config, running = state.config, state.running
-    assert config is not None
-    before = sum(item.open for item in state.queue.items) if state.queue is not None else 0
-    going_on = f"{running.id} goes on" if running is not None else "nothing goes on"
-    waits = f"; {plural(before, 'item')} before it" if before else ""
-    lines = [
-        *(pair(label, text, width) for label, text in job_rows(config, state)),
-        pair("hosts", hosts(config), width),
-        pair("starts", f"when they are free: {going_on}{waits}", width),
+class QueueForm(Confirm):
+    """The job, its nodes, what is before it, and what a person may wish of its time, which `wishes` has then."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "app.focus_previous", show=False),
+        Binding("down", "app.focus_next", show=False),
     ]
-    return Confirm(f"put {config.job.name} into the queue?", lines, "Queue")
+    FIELDS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "after": ("not before", '"22:00" or "2026-12-01 22:00"'),
+        "budget_s": ("for", "30m, 8h or 2d: saved and stopped"),
+    }
+
+    def __init__(self, state: DeckState, width: int) -> None:
+        config, running = state.config, state.running
+        assert config is not None
+        before = sum(item.open for item in state.queue.items) if state.queue is not None else 0
+        going_on = f"{running.id} goes on" if running is not None else "nothing goes on"
+        waits = f"; {plural(before, 'item')} before it" if before else ""
+        self._about = [
+            *(pair(label, text, width) for label, text in job_rows(config, state)),
+            pair("hosts", hosts(config), width),
+            pair("starts", f"when they are free: {going_on}{waits}", width),
+        ]
+        super().__init__(f"put {config.job.name} into the queue?", self._about, "Queue")
+        self._width = width
+        self.wishes: dict[str, object] = {}
+
+    def compose_body(self) -> ComposeResult:
+        yield from super().compose_body()
+        for name, (label, takes) in self.FIELDS.items():
+            with Horizontal(classes="setting"):
+                yield Static(Content.styled(f"{label:<14}", MUTED))
+                yield Input(name=name, compact=True)
+                yield Static(Content.styled(takes, MUTED))
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self.wishes, faults = {}, []
+        readers: dict[str | None, Callable[[str], object]] = {"after": api.starting_time, "budget_s": seconds_of}
+        for field in self.query(Input):
+            try:
+                if field.value.strip():
+                    self.wishes[str(field.name)] = readers[field.name](field.value)
+            except InputError as error:
+                faults.append(pair("not possible", str(error), self._width, style="$error"))
+        self._buttons[1].disabled = bool(faults)
+        self.set_body([*self._about, *faults])
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if not self._buttons[1].disabled:
+            self._buttons[1].focus()
 
 
 def confirm_launch(state: DeckState, width: int) -> ConfirmLaunch:
