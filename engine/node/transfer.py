@@ -340,7 +340,7 @@ class Transfer:
                     count = answers.readinto(buffer[: min(left, _STEP)])
                     if not count:
                         raise ConnectionError("it has closed the connection")
-                    content.write(buffer[:count])
+                    _append(content, buffer[:count], part)
                     digest.update(buffer[:count])
                     left -= count
                     with self.changed:
@@ -362,6 +362,15 @@ class Transfer:
         if self._refused[number] == _TRIES:
             raise TransferError(f"{why} {_TRIES} times: it is damaged where it comes from")
         raise ValueError(why)
+
+
+def _append(content: Any, data: memoryview, part: Path) -> None:
+    """All of it: a disk that is nearly full takes a piece. Raises OSError with the file's name, as a disk's error."""
+    try:
+        while data:
+            data = data[content.write(data) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(part)) from error
 
 
 def _exactly(answers: Any, count: int) -> bytes:

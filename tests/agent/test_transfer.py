@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,6 +154,20 @@ def test_a_damaged_part_is_dropped_and_a_damaged_blob_repaired(machines: Machine
     blob.with_name(f"{blob.name}.part").write_bytes(b"y" * 1000)
     ana = machines.receiver("ana", verify=True)
     ana.fetch_from(port)
+    ana.fetch_from(port)
+    check_whole(ana)
+
+
+def test_a_disk_that_fills_ends_the_transfer_and_the_next_continues_what_it_took(machines: Machines) -> None:
+    port = machines.source().port()
+    ana = machines.receiver("ana")
+    # In the middle of a block, of which the disk takes a piece.
+    resource.prlimit(ana.process.pid, resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+    ana.fetch_from(port)
+    assert ana.until("problem", "wants", "done").get("problem") == os.strerror(errno.EFBIG)
+    ana.end()
+    ana = machines.receiver("ana")
+    assert ana.until("ready")["ready"]["have"] == 1_000_000 + len(CONFIG)
     ana.fetch_from(port)
     check_whole(ana)
 
