@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.errors import ConfigFault, did_you_mean
 from engine.security.identifiers import IDENTIFIER_FORM, is_identifier, safe_repr
-from engine.security.redact import Redactor
+from engine.security.redact import REDACTED, is_public, is_secret, redact
 
 UNKNOWN_LIMIT = 20
 """Unknown keys of a table that are reported individually; the rest are only counted."""
-_KEY_WIDTH = 60
+_KEY_WIDTH, _VALUE_WIDTH, _UNCUT = 60, 80, 10_000
 _INDEXED = re.compile(r"[a-z_]+\[[0-9]{1,4}\]|line [0-9]{1,9}")
 _NOT_SET = "(not set)"
 
@@ -63,7 +63,7 @@ class FileTable(dict[Any, Any]):
         """Report a value that is not accepted, by default the key's own; once even if many nodes take it from
         [node_defaults]."""
         refused = value[0] if value else self.get(key)
-        fault = ConfigFault(self.file, self.key(key), safe_repr(refused), accepted)
+        fault = ConfigFault(self.file, self.key(key), _shown([self.name, key], refused), accepted)
         if fault not in self.faults:
             self.faults.append(fault)
 
@@ -95,10 +95,16 @@ class FileTable(dict[Any, Any]):
         except ValidationError as error:
             for problem in error.errors(include_url=False):
                 first, *inner = problem["loc"]
-                key = key_text(first) + "".join(f"[{key_text(part)}]" for part in inner)
-                # Before it is cut, after which a password may have no form.
-                value = safe_repr(Redactor().document(problem["input"])) if problem["type"] != "missing" else _NOT_SET
-                self.faults.append(ConfigFault(self.file, f"{self.name}.{key}", value, accepted_form(problem)))
+                parts = (f"[{part}]" if isinstance(part, int) else f".{key_text(part)}" for part in inner)
+                value = (
+                    _shown([self.name, *problem["loc"]], problem["input"]) if problem["type"] != "missing" else _NOT_SET
+                )
+                accepted_here = accepted_form(problem)
+                if problem["type"] == "extra_forbidden":
+                    # Of a section's key that is a list of tables.
+                    (table, *_) = get_args(kind.model_fields[str(first)].annotation)
+                    accepted_here = _suggestion(inner[-1], keys_of(table))
+                self.faults.append(ConfigFault(self.file, self.key(first) + "".join(parts), value, accepted_here))
             return None
 
 
@@ -141,6 +147,17 @@ def key_text(key: object) -> str:
     if is_identifier(key) or (isinstance(key, int) and abs(key) < 10**9):
         return str(key)
     return key if isinstance(key, str) and _INDEXED.fullmatch(key) else safe_repr(key, _KEY_WIDTH)
+
+
+def _shown(path: Sequence[object], value: object) -> str:
+    """The value at that place for printing, without secrets: those go before it is cut, after which a password may have
+    no form. A variable of `env` is one, whatever its name."""
+    *tables, name = ".".join(map(str, path)).split(".")
+    of_job = name == "env" or tables[-1:] == ["env"]
+    if (of_job and not is_public(name)) or (is_secret(name) and isinstance(value, str)):
+        return REDACTED
+    text = redact(safe_repr(value, _UNCUT))
+    return text if len(text) <= _VALUE_WIDTH else f"{text[: _VALUE_WIDTH - 1]}…"
 
 
 def _plain(key: object) -> object:

@@ -21,7 +21,7 @@ from engine.config.models import SECTIONS, Config
 from engine.config.overrides import overridden
 from engine.errors import ConfigError, ConfigFault, plural
 from engine.protocol.job import AUTO
-from engine.security.redact import REDACTED, is_public
+from engine.security.redact import REDACTED, is_public, redact
 from engine.security.sanitise import sanitise_text
 
 DEFAULT: Final = "default"
@@ -62,7 +62,7 @@ class PlacedFault:
     fault: ConfigFault
     line: int | None = None
     text: str = ""
-    """The line's, without control characters."""
+    """The line's, without control characters and secrets."""
 
     @property
     def where(self) -> str:
@@ -193,7 +193,9 @@ def placed(error: ConfigError) -> list[PlacedFault]:
     faults = []
     for fault in error.faults:
         line, text = line_of(Path(fault.file), fault.key) or (None, "")
-        faults.append(PlacedFault(fault, line, sanitise_text(text).strip()[:_SHOWN]))
+        # Where the value is a secret, so may be whatever else stands there.
+        shown = "" if REDACTED in fault.value else redact(sanitise_text(text).strip())
+        faults.append(PlacedFault(fault, line, shown[:_SHOWN]))
     return faults
 
 

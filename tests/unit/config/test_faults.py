@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from engine.config.documents import SIZE_LIMIT
 from engine.config.load import load_config
 from engine.config.mlx_lm_keys import KEYS
+from engine.config.sources import placed
 from engine.errors import ConfigError
+from engine.security.redact import REDACTED
 from tests.unit.config.documents import JOB, NODES, faults_of, load, only_fault
 
 HUB = '[job]\nmodel = "m"\nhf_dataset = '
@@ -265,7 +267,7 @@ CASES = [
     (NODES + '[job]\ncommand = ["a", "b\\u0000"]\n', "job.command[1]", "without NUL"),
     (NODES + "[job]\ncommand = ['a']\nenv = {MLX_RANK = '0'}\n", "job.env.MLX_RANK", "are reserved"),
     (NODES + "[job]\ncommand = ['a']\nenv = {'a=b' = '0'}\n", "job.env.'a=b'", "a variable name"),
-    (NODES + "[job]\ncommand = ['a']\nenv = {A = 1}\n", "job.env[A]", "a string in quotes"),
+    (NODES + "[job]\ncommand = ['a']\nenv = {A = 1}\n", "job.env.A", "a string in quotes"),
     ("[[node]]\nshare = 2\n[job]\ncommand = ['a']\n", "node[0].share", "the job is a command"),
     ("[[node]]\nmodel = 'm'\n[job]\ncommand = ['a']\n", "node[0].model", "the job is a command"),
     (NODES + JOB + "learning_rate = 'much'", "job.learning_rate", "above 0, or auto"),
@@ -333,6 +335,34 @@ def test_a_fault_of_one_key_does_not_hide_faults_between_keys(tmp_path: Path) ->
 def test_a_fault_reads_as_a_sentence(tmp_path: Path) -> None:
     fault = faults_of(tmp_path, NODES + JOB + "iters = 0")[0]
     assert str(fault) == f"{tmp_path}/flightdeck.toml: job.iters = 0: expected a whole number, 1 or more"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (NODES + JOB + "hf_token = 'hush-hush'", "job.hf_token"),
+        (NODES + JOB + "env = {'WANDB-KEY' = 'hush-hush'}", "job.env.'WANDB-KEY'"),
+        (NODES + JOB + "env = {FLIGHTDECK_SECRET = 'hush-hush'}", "job.env.FLIGHTDECK_SECRET"),
+        (NODES + JOB + "env = {A = ['hush-hush']}", "job.env.A"),
+        (NODES + JOB + "env = ['A=hush-hush']", "job.env"),
+        (NODES + JOB + "[env]\nA = 'hush-hush'", "env"),
+        (NODES + JOB + "report = {api_key = 'hush-hush'}", "job.report"),
+        (NODES + JOB + "report = ['--hf_token', 'hush-hush']", "job.report"),
+        (NODES + JOB + "[notify]\nwebhooks = [{url = 'env:A', token = 'hush-hush'}]", "notify.webhooks[0].token"),
+    ],
+)
+def test_a_fault_shows_no_secret_nor_does_its_line(tmp_path: Path, text: str, key: str) -> None:
+    faults = faults_of(tmp_path, text)
+    assert [fault.key for fault in faults] == [key]
+    assert REDACTED in faults[0].value
+    assert not any("hush" in f"{one.what} {one.text}" for one in placed(ConfigError(faults)))
+
+
+def test_an_unknown_key_of_a_table_in_a_list_names_the_one_that_is_meant(tmp_path: Path) -> None:
+    text = NODES + JOB + "[notify]\nwebhooks = [{url = 'env:A', formt = 'slack'}]"
+    assert only_fault(tmp_path, text) == (
+        *("notify.webhooks[0].formt", "'slack'", "a known key; did you mean format?"),
+    )
 
 
 def test_a_missing_file_says_what_to_do(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_what_would_run_elsewhere_is_another_thing_to_accept(path: Path, setting
         ({"node.python": "/x"}, "expected node.NAME.KEY"),
         ({"grad_checkpoint.x": 1}, "--set: job.grad_checkpoint = {'x': 1}: expected true or false"),
         ({"iters": 1, "epochs": 1}, "--set: job.epochs = 1: expected no value here: iters is set"),
-        ({"env.A": [1]}, "--set: job.env[A] = [1]: expected a string"),
+        ({"env.A": [1]}, "--set: job.env.A = [redacted]: expected a string"),
         ({"": 1}, "--set: job.'' = 1: expected a known key"),
     ],
 )
