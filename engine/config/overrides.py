@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.config.documents import SCALAR_FAULTS, DocumentError, read_yaml
-from engine.config.draft import toml_value
 from engine.config.faults import key_text
 from engine.config.formats import path_form, resolved
 from engine.config.mlx_lm_keys import SAME_KEYS
@@ -44,14 +43,17 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 def grid(texts: Sequence[str]) -> list[dict[str, Any]]:
     """The settings of each run that `key=value` texts ask for: several values, with commas between, are so many runs.
-    Each value is as in TOML, or a text where it is none; a list or a quoted text is one value. Raises InputError."""
+    Each value is as in TOML, or a text where it is none; a list or a quoted text is one value, and so is that of a
+    variable of `env` without quotes. Raises InputError."""
     values: dict[str, list[Any]] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise InputError(f"{text!r} is no setting", todo="give key=value, such as learning_rate=1e-5")
         key = key.strip().removeprefix("job.")
-        values[key] = [value.strip()] if key in _ONE_TEXT else _values(value.strip())
+        # The value of a variable is a text, and 1.10, 0x10 and 0,1 are what they are.
+        is_text = key in _ONE_TEXT or (key.startswith("env.") and not value.strip().startswith(("'", '"')))
+        values[key] = [value.strip()] if is_text else _values(value.strip())
     if math.prod(map(len, values.values())) > MOST_RUNS:
         raise InputError(f"--set asks for more than {MOST_RUNS} runs", todo="give fewer values")
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
@@ -116,9 +118,7 @@ def overridden(document: Mapping[str, Any], settings: Settings, folder: Path) ->
             if not isinstance(table.get(part), dict):
                 table[part] = deepcopy(_yaml_table(table, part, folder)) if place == "job" else {}
             table, place = table[part], f"{place}.{part}".lstrip(".")
-        value = settings[key]
-        # Variables are texts: `env.SEED=1` needs no quotes.
-        table[name] = toml_value(value) if place == "job.env" and isinstance(value, int | float) else value
+        table[name] = settings[key]
         keys.append(f"{place}.{key_text(name)}")
     return changed, keys
 

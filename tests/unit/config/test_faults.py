@@ -341,7 +341,7 @@ def test_a_fault_reads_as_a_sentence(tmp_path: Path) -> None:
     ("text", "key"),
     [
         (NODES + JOB + "hf_token = 'hush-hush'", "job.hf_token"),
-        (NODES + JOB + "env = {'WANDB-KEY' = 'hush-hush'}", "job.env.'WANDB-KEY'"),
+        (NODES + JOB + "env = {'WANDB-KEY' = 'hush-hush'}", "job.env.WANDB-KEY"),
         (NODES + JOB + "env = {FLIGHTDECK_SECRET = 'hush-hush'}", "job.env.FLIGHTDECK_SECRET"),
         (NODES + JOB + "env = {A = ['hush-hush']}", "job.env.A"),
         (NODES + JOB + "env = ['A=hush-hush']", "job.env"),

@@ -50,6 +50,12 @@ def path(tmp_path: Path) -> Path:
         ("report_to=tensorboard,wandb", ["tensorboard,wandb"]),
         ("a=", [""]),
         ("a=true", [True]),
+        *(
+            (f"env.A={text}", [text])
+            for text in ("1.10", "123#456", "0x10", "1_000", "nan", "2024-01-01", "0,1", "[1]")
+        ),
+        ("job.env.A='a b'", ["a b"]),
+        ('env.A="0,1","2,3"', ["0,1", "2,3"]),
     ],
 )
 def test_values_with_commas_between_are_a_grid_and_one_list_or_text_is_one(text: str, values: list[Any]) -> None:
@@ -93,15 +99,13 @@ def test_they_go_over_the_file_and_its_yaml_and_one_way_to_say_it_over_the_other
         "checkpoint.every": 7,
         "node.ultra.python": "/other/python",
         "env.TRACE": "1",
-        "env.LEVEL": 2,
-        "env.ON": True,
     }
     config = load_config(path, settings)
     job = config.job.mlx_lm
     assert job["lora_parameters"] == {"rank": 16, "scale": 7.0, "dropout": 0.0}
     assert (job["iters"], job.get("epochs"), job["batch_size"], job.get("batch_tokens")) == (50, None, 8, None)
     assert job["optimizer_config"]["adamw"] == {"weight_decay": 0.1}
-    assert (config.checkpoint.every, config.job.env) == (7, {"TRACE": "1", "LEVEL": "2", "ON": "true"})
+    assert (config.checkpoint.every, config.job.env) == (7, {"TRACE": "1"})
     assert [node.python for node in config.nodes] == ["/venv/bin/python", "/other/python"]
     assert config.overrides == settings
     assert load_config(path).overrides == {} and path.read_text() == FILE
