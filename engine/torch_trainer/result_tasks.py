@@ -1,6 +1,6 @@
 """The tasks on what a run has trained, with PyTorch: its weights measured, merged by PEFT, and asked by transformers.
-The model is whole on every rank, however it was trained; rank 0 alone has the trained weights' files, and the others
-get the tensors from it."""
+The model is whole on every rank that has one, however it was trained; rank 0 alone has the trained weights' files, and
+the others get the tensors from it. It answers alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ from engine.training.result_tasks import (
 _ADAPTER = "adapter_model.safetensors"
 _BESIDE_WEIGHTS = 1.1
 """Least memory of a rank that computes with weights, as a factor of their bytes."""
+_LONGEST = timedelta(days=365)
+"""How long ranks wait for one that answers; a group's own limit is half an hour."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class WeightLoader:
     accelerator: Accelerator
     device: torch.device
     """The CPU, where the whole model does not fit the GPU."""
+    ranks: dist.ProcessGroup
+    """All of them, to wait for one."""
+    alone: bool = False
+    """The others take no part in `load`."""
 
     @classmethod
     def of(cls, process: TrainingProcess) -> WeightLoader:
@@ -76,18 +83,20 @@ class WeightLoader:
         accelerator = join_group(spec, job, replace(settings, offload="none"))
         dtype = base_type(job, settings)
         needed = int(_BESIDE_WEIGHTS * weight_bytes(job.model, dtype))
-        return cls(process, job, dtype, accelerator, choose_device(job.model, needed, accelerator.device))
+        ranks = dist.new_group(backend="gloo", timeout=_LONGEST)
+        return cls(process, job, dtype, accelerator, choose_device(job.model, needed, accelerator.device), ranks)
 
     def load(self, path: Path | None) -> Any:
         """The job's model with the weights in `path`, a folder of rank 0's; None: none. Raises JobError."""
-        whole = all_gather_object(path is not None and not (path / _ADAPTER).exists())[0]
+        whole = path is not None and not (path / _ADAPTER).exists()
+        whole = whole if self.alone else all_gather_object(whole)[0]
         mine = path if self.process.rank == 0 else None
         if path is None or whole:
             model = load_base(replace(self.job, model=mine or self.job.model), self.dtype)
         else:
             trained = str(mine / _ADAPTER) if mine is not None else None
             model = load_model(replace(self.job, resume_adapter_file=trained), self.dtype, self.process.reporter.warn)
-        for parameter in model.parameters() if path is not None else ():
+        for parameter in model.parameters() if path is not None and not self.alone else ():
             if whole or parameter.requires_grad:
                 dist.broadcast(parameter.data, 0)
         return model.eval().to(self.device)
@@ -107,7 +116,7 @@ class WeightLoader:
 
     def end(self) -> None:
         # The first rank to exit would take the others down.
-        dist.barrier()
+        dist.barrier(self.ranks)
         stopped = self.process.control.stop.is_set()
         self.process.reporter.end(Outcome(not stopped, stopped, 0))
 
@@ -261,20 +270,19 @@ class TorchGenerator:
 
 
 def answer_prompts(loader: WeightLoader, task: Task) -> None:
-    """Raises JobError, GroupError."""
+    """On rank 0. Raises JobError."""
     process, options = loader.process, GenerateOptions.of(task)
     stop = process.control.stop
     generator = TorchGenerator(process, load_tokenizer(loader.job), options, loader.device)
     for variant, model in loader.variants(task, options.variants):
         process.reporter.phase("generating")
         for prompt in options.prompts:
-            if process.rank == 0 and not stop.is_set():
+            if not stop.is_set():
                 generator.answer(model, variant, prompt)
-    loader.end()
 
 
 def do_lm_eval(loader: WeightLoader, task: Task) -> None:
-    """Do lm-eval's tasks of the task. Raises JobError, GroupError."""
+    """Do lm-eval's tasks of the task, on rank 0. Raises JobError."""
     from lm_eval.models.huggingface import HFLM
 
     process, options = loader.process, LmEvalOptions(**task.options)
@@ -290,17 +298,19 @@ def do_lm_eval(loader: WeightLoader, task: Task) -> None:
             model.get_input_embeddings().register_forward_pre_hook(go_on)
             lm = HFLM(model, tokenizer=tokenizer, batch_size=loader.job.batch_size)
             options.measure(lm, variant, process.reporter)
-    loader.end()
 
 
 def run(process: TrainingProcess) -> None:
     """One rank's part of the task. Raises JobError, GroupError, OSError."""
     loader = WeightLoader.of(process)
     with assembled(process, loader.job, loader.dtype, Task(**process.spec.task or {})) as task:
-        if task.kind == "generate":
-            answer_prompts(loader, task)
-        elif task.kind == "lm_eval":
-            do_lm_eval(loader, task)
+        if task.kind in ("generate", "lm_eval"):
+            if process.rank == 0:
+                do = answer_prompts if task.kind == "generate" else do_lm_eval
+                do(replace(loader, alone=True), task)
+            else:
+                process.reporter.phase("waiting")
+            loader.end()
         elif task.kind == "fuse":
             PeftMerge(TorchVariants.of(loader, task)).run_to_end()
         else:

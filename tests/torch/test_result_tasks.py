@@ -202,14 +202,13 @@ def test_a_checkpoint_is_used_as_the_weights_of_a_run_that_ended_there(
     assert losses(measured) == pytest.approx(expected, abs=CLOSE) and measured.events("resumed") == []
     assert abs(expected["adapter"] - expected["base"]) > 0.01
     asked: dict[str, Any] = {"prompts": [PROMPT], "max_tokens": TOKENS, "variants": ["adapter"], "ranks": 2}
-    answers = [
-        [event["text"] for event in run.events("result")]
-        for run in (
-            run_task(tmp_path / "alone", job, "generate", weights, **asked),
-            run_task(tmp_path / "asked", job, "generate", None, parts=parts, **asked),
-        )
-    ]
+    runs = (
+        run_task(tmp_path / "alone", job, "generate", weights, **asked),
+        run_task(tmp_path / "asked", job, "generate", None, parts=parts, **asked),
+    )
+    answers = [[event["text"] for event in run.events("result")] for run in runs]
     assert answers[0] == answers[1] != []
+    assert [[event["phase"] for event in run.events("phase", 1)] for run in runs] == [["loading", "waiting"]] * 2
     assert not list(tmp_path.glob("*/node*/runs/run/assembled"))
 
 
