@@ -17,7 +17,7 @@ from engine.config.models import CheckpointConfig, Config, ConsistencyConfig, se
 from engine.errors import InputError
 from engine.job.traits import FrameworkTraits
 from engine.models import RunRecord
-from engine.protocol.task import API_TOKEN_ENV, Task, TaskKind, is_loopback
+from engine.protocol.task import API_TOKEN_ENV, BASE, Task, TaskKind, is_loopback
 from engine.run.journal import read_history
 from engine.run.result import StateParts
 from engine.run.run_plan import RunPlan, read_plan
@@ -67,7 +67,8 @@ class TasksApi:
         plan = read_plan(directory.plan)
         _refuse_divided(plan.config.job.kind.framework, request)
         record, weights = _weights(directory, plan, saved=request.saved)
-        options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
+        name = f"{BASE}-trained" if record.name == BASE else record.name
+        options = {**request.options, **({"name": name} if request.kind == "serve" else {})}
         parts, nodes = weights.parts, weights.nodes
         if request.kind == "lm_eval" and len(nodes) > 1:
             why, todo = f"the newest checkpoint is in parts on {', '.join(nodes)}", f"`flightdeck resume {record.id}`"

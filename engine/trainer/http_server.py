@@ -16,30 +16,41 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from select import POLLIN, poll
 from typing import Any
+from urllib.parse import unquote
 
+import mlx.core as mx
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
-from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_system_fingerprint
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.server import (
+    APIHandler,
+    CompletionRequest,
+    ModelProvider,
+    ResponseGenerator,
+    _image_parts,
+    _make_logits_processors,
+    _make_sampler,
+    get_system_fingerprint,
+)
 
 from engine.protocol.exit_codes import TrainerError
 from engine.protocol.job import JobError
-from engine.protocol.task import API_TOKEN_ENV, SERVE_PORT, Task, is_loopback
+from engine.protocol.task import API_TOKEN_ENV, BASE, SERVE_PORT, Task, is_loopback
 from engine.trainer.answers import Generator, load
 from engine.trainer.collective import Collective
 from engine.trainer.variants import broadcast_file
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Reporter
 
-TRAINED, BASE = "trained", "base"
-PROBE = "probe"
-"""The model that a health check names: whichever is selected."""
+TRAINED = "trained"
+PROBE = ""
+"""The model that a health check names, and that is no run's: whichever is selected."""
 _PROBE_EVERY_S = 10.0
 _PROBE_LIMIT_S = 30.0
 _RECENT_S = 5.0
@@ -71,6 +82,7 @@ class LoadedModel(ModelProvider):  # type: ignore[misc]
         self.generator = generator
         self.model, self.tokenizer = generator.model, generator.tokenizer
         self.model_key = TRAINED
+        self.tokens = frozenset[int](self.tokenizer.get_vocab().values())
         caches = make_prompt_cache(self.model)
         self.is_batchable = generator.divided is None and all(hasattr(cache, "merge") for cache in caches)
 
@@ -104,6 +116,24 @@ def _server_arguments(options: ServeOptions) -> argparse.Namespace:
     )  # fmt: skip
 
 
+class RequestRefused(BaseException):
+    """Why nothing is generated for a request. mlx-lm answers all Exceptions itself, in a form that OpenAI's clients do
+    not show."""
+
+
+class PromptCache(LRUPromptCache):  # type: ignore[misc]
+    """Leaves a token of each prompt to compute: mlx-lm begins an answer with the last one's logits."""
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
+        caches, rest = super().fetch_nearest_cache(model, tokens)
+        if rest:
+            return caches, rest
+        if not can_trim_prompt_cache(caches):
+            return None, tokens
+        trim_prompt_cache(caches, 1)
+        return caches, tokens[-1:]
+
+
 class Service(ResponseGenerator):  # type: ignore[misc]
     """Counts what it generates for clients, and reports it. The model itself communicates with the other ranks: to
     mlx-lm there is one."""
@@ -120,7 +150,7 @@ class Service(ResponseGenerator):  # type: ignore[misc]
         self._ended = threading.Event()
         self._asked = weakref.WeakSet[Any]()
         """The queue that each client waits at."""
-        super().__init__(provider, LRUPromptCache(provider.cli_args.prompt_cache_size))
+        super().__init__(provider, PromptCache(provider.cli_args.prompt_cache_size))
 
     def _run_generate(self) -> None:
         """Nothing, in the thread that mlx-lm starts: `run` generates."""
@@ -152,6 +182,23 @@ class Service(ResponseGenerator):  # type: ignore[misc]
             self._asked.add(asked[0])
         return asked
 
+    def _tokenize(self, tokenizer: Any, request: Any, arguments: Any) -> tuple[Any, ...]:
+        """Raises ValueError and others for what cannot be generated: where several are generated for at once, mlx-lm
+        gives an error to the one request that it is of here alone."""
+        prompt, *more = super()._tokenize(tokenizer, request, arguments)
+        if not prompt:
+            raise ValueError("the prompt has no tokens")
+        logits = mx.zeros((1, max(self.model_provider.tokens) + 1))
+        for process in _make_logits_processors(arguments):
+            logits = process(mx.array(prompt), logits)
+        mx.eval(_make_sampler(arguments, tokenizer)(logits))
+        return prompt, *more
+
+    def _make_state_machine(self, model: Any, tokenizer: Any, stop_words: list[str]) -> tuple[Any, Any]:
+        """The words end an answer by their tokens, or in `_until`: mlx-lm would cut them out of its text."""
+        sequences, _ = super()._make_state_machine(model, tokenizer, stop_words)
+        return sequences, super()._make_state_machine(model, tokenizer, [])[1]
+
     def generate(
         self, request: Any, arguments: Any, progress_callback: Callable[[int, int], None]
     ) -> tuple[Any, Iterator[Any]]:
@@ -159,13 +206,38 @@ class Service(ResponseGenerator):  # type: ignore[misc]
             self._go_on()
             progress_callback(processed, total)
 
-        context, responses = super().generate(request, arguments, progress)
-        return context, self._counted(request, context, responses, probe=arguments.model.model == PROBE)
+        try:
+            context, responses = super().generate(request, arguments, progress)
+        except Exception as error:
+            raise RequestRefused(str(error)) from error
+        ended = self._until(arguments.stop_words, context, responses)
+        return context, self._counted(request, context, ended, probe=arguments.model.model == PROBE)
 
     def _go_on(self) -> None:
         self.active_at = time.monotonic()
         with self._reporting:
             self._reporter.going_on()
+
+    def _until(self, words: list[str], context: Any, responses: Iterator[Any]) -> Iterator[Any]:
+        """`responses` up to the first of the stop words, wherever it begins and ends in the tokens. Text that may begin
+        one is held back."""
+        tokenizer, text = self.model_provider.tokenizer, ""
+        for response in responses:
+            text += response.text
+            places = [place for word in words if (place := text.find(word)) >= 0]
+            if places or response.finish_reason == "stop":
+                context.stop()
+                # Where a word's tokens are found first, the last of them may have no text yet.
+                ended = [
+                    word for word in words if tokenizer.encode(word, add_special_tokens=False)[-1:] == [response.token]
+                ]
+                # mlx-lm shows no text with the reason "stop", which it gives by itself where there is no more.
+                end = min(places, default=len(text) - _begun(text, ended))
+                yield replace(response, text=text[:end], finish_reason=None)
+                return
+            shown = len(text) - (_begun(text, words) if response.finish_reason is None else 0)
+            yield replace(response, text=text[:shown])
+            text = text[shown:]
 
     def _counted(self, request: Any, context: Any, responses: Iterator[Any], *, probe: bool) -> Iterator[Any]:
         """Raises ConnectionAbortedError once the client has gone away, for whom nothing more is generated."""
@@ -186,6 +258,11 @@ class Service(ResponseGenerator):  # type: ignore[misc]
                 counts = {"requests": self._requests, "tokens": self._tokens, "tokens_per_second": rate}
                 if not probe:
                     self._reporter.event("served", **counts)
+
+
+def _begun(text: str, words: Iterable[str]) -> int:
+    """How many characters at the end of `text` may begin one of the `words`."""
+    return max((size for word in words for size in range(1, len(word)) if text.endswith(word[:size])), default=0)
 
 
 def _is_closed(connection: socket.socket) -> bool:
@@ -249,14 +326,31 @@ class Handler(APIHandler):  # type: ignore[misc]
         if self.path == "/health" or self._authorized():
             super().do_GET()
 
-    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
-        tokens = self.response_generator.model_provider.tokenizer.get_vocab().values() if self.logit_bias else ()
-        if not set(self.logit_bias or ()) <= set(tokens):
-            # MLX does not check indices.
-            self._reply(400, {"error": {"message": "logit_bias names what is no token"}})
-            return
+    def handle_chat_completions(self) -> Any:
+        if any(_image_parts(self.body.get("messages", ()))):
+            # mlx-lm would open their addresses before it refuses them.
+            return CompletionRequest("images", "", [], None, None)
+        return super().handle_chat_completions()
+
+    def handle_completion(self, request: Any, stop_words: Any) -> None:
         request.connection = self.connection
-        super().handle_completion(request, stop_words)
+        try:
+            self._check(request, stop_words)
+            super().handle_completion(request, stop_words)
+        except RequestRefused as refused:
+            self._refuse(400 if self.response_generator.generation_available() else 503, str(refused))
+
+    def _check(self, request: Any, stop_words: Any) -> None:
+        """Raises RequestRefused."""
+        if not set(self.logit_bias or ()) <= self.response_generator.model_provider.tokens:
+            # MLX does not check indices.
+            raise RequestRefused("logit_bias names what is no token")
+        if not isinstance(stop_words, list) or not all(isinstance(word, str) and word for word in stop_words):
+            raise RequestRefused("stop must be a text, or a list of texts that are not empty")
+        if request.request_type == "images":
+            raise RequestRefused("the model reads text, and no images")
+        if not isinstance(request.prompt, str):
+            raise RequestRefused("prompt must be a text")
 
     def handle_health_check(self) -> None:
         healthy = self._health.check()
@@ -264,8 +358,14 @@ class Handler(APIHandler):  # type: ignore[misc]
 
     def handle_models_request(self) -> None:
         about = {"object": "model", "created": self.created, "owned_by": "flightdeck"}
-        models = [{"id": name, **about} for name in (self.response_generator.cli_args.model, BASE)]
-        self._reply(200, {"object": "list", "data": models})
+        models = {name: {"id": name, **about} for name in (self.response_generator.cli_args.model, BASE)}
+        name = unquote(self.path.removeprefix("/v1/models").strip("/"))
+        if not name:
+            self._reply(200, {"object": "list", "data": [*models.values()]})
+        elif name in models:
+            self._reply(200, models[name])
+        else:
+            self._refuse(404, f"there is no model {name}", "model_not_found")
 
     def log_request(self, *status: Any) -> None:
         if getattr(self, "requested_model", None) != PROBE:
@@ -278,9 +378,11 @@ class Handler(APIHandler):  # type: ignore[misc]
         # A connection that is closed with something unread is reset, and the client never sees why.
         length = self.headers.get("Content-Length", "")
         self.rfile.read(min(int(length), _BODY_BYTES) if length.isdecimal() else 0)
-        error = {"message": "the token of this server is missing or wrong", "type": "invalid_request_error"}
-        self._reply(401, {"error": {**error, "code": "invalid_api_key"}})
+        self._refuse(401, "the token of this server is missing or wrong", "invalid_api_key")
         return False
+
+    def _refuse(self, status: int, why: str, code: str | None = None) -> None:
+        self._reply(status, {"error": {"message": why, "type": "invalid_request_error", "code": code}})
 
     def _reply(self, status: int, document: dict[str, Any]) -> None:
         self._set_completion_headers(status)

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from mlx_lm.utils import load_tokenizer
 
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.events import EventWriter
@@ -191,6 +192,78 @@ def test_whatever_a_client_sends_the_next_one_is_answered(ranks: int, trained: T
             with contextlib.suppress(httpx.RemoteProtocolError):
                 httpx.post(f"{server.address}/{path}", content=body, timeout=60, trust_env=False)
             assert server.ask(PROMPTS[0]) == before, asked
+
+
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("stop must be a text", {"stop": [1]}),
+    ("stop must be a text", {"stop": ["a", ""]}),
+    ("`top_k` has to be an integer in the .0, 384. interval", {"top_k": 10**6, "temperature": 1.0}),
+    ("prompt must be a text", {"prompt": ["a", "b"]}),
+    ("the prompt has no tokens", {"prompt": ""}),
+    ("logit_bias names what is no token", {"logit_bias": {"385": 1}}),
+    ("int too large to convert to float", {"temperature": 10**400}),
+    ("", {"repetition_penalty": 10**400}),
+)
+
+
+def test_what_one_client_sends_ends_no_answer_of_another(trained: Trained, tmp_path: Path) -> None:
+    with served(tmp_path, trained, max_tokens=ENDLESS) as server, server.client() as client:
+        asked: dict[str, Any] = {"model": "mine", "prompt": "a", "max_tokens": 2}
+        other = client.completions.create(**asked | {"max_tokens": ENDLESS}, stream=True)
+        for why, wrong in REFUSED:
+            with pytest.raises(openai().BadRequestError, match=why):
+                client.completions.create(**asked, extra_body=wrong)
+        assert next(other).choices[0].text and client.completions.create(**asked).choices[0].text
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": 1}])
+def test_an_answer_is_continued_although_all_of_its_tokens_are_cached(
+    more: dict[str, Any], trained: Trained, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(trained.model)
+    with served(tmp_path, trained) as server, server.client() as client:
+
+        def ask(prompt: str, tokens: int) -> tuple[str, list[int]]:
+            asked: dict[str, Any] = {"model": "mine", "prompt": prompt, "max_tokens": tokens}
+            answer = client.completions.create(**asked, extra_body={"logprobs": True}, **more).choices[0]
+            return answer.text, [token["id"] for token in answer.logprobs.content]
+
+        continued = 0
+        for question in QUESTIONS:
+            (_, whole), (text, first) = ask(question, 3), ask(question, 1)
+            if tokenizer.encode(question + text) == [*tokenizer.encode(question), *first]:
+                continued += 1
+                assert [first + ask(question + text, 2)[1] for _ in range(2)] == [whole, whole]
+        assert continued
+
+
+def test_a_stop_word_ends_an_answer_wherever_it_falls_among_the_tokens(trained: Trained, tmp_path: Path) -> None:
+    with served(tmp_path, trained) as server, server.client() as client:
+        whole = server.ask(PROMPTS[0])
+        asked: dict[str, Any] = {"model": "mine", "prompt": PROMPTS[0], "max_tokens": TOKENS}
+        for place in range(1, len(whole) - 3, 2):
+            stop = [whole[place : place + 3], "never said"]
+            answer = client.completions.create(**asked, stop=stop).choices[0]
+            pieces = [piece.choices[0] for piece in client.completions.create(**asked, stop=stop, stream=True)]
+            expected = whole[: whole.index(stop[0])], "stop"
+            assert (answer.text, answer.finish_reason) == expected
+            assert ("".join(piece.text for piece in pieces), pieces[-1].finish_reason) == expected
+        begun = client.completions.create(**asked, stop=whole[-2:] + " never said").choices[0]
+        assert (begun.text, begun.finish_reason) == (whole, "length")
+
+
+def test_a_model_is_described_by_its_name_and_reads_no_images(trained: Trained, tmp_path: Path) -> None:
+    with served(tmp_path, trained) as server, server.client() as client, socket.create_server(("", 0)) as images:
+        assert [client.models.retrieve(name).id for name in ("mine", "base")] == ["mine", "base"]
+        with pytest.raises(openai().NotFoundError, match="there is no model other") as refused:
+            client.models.retrieve("other")
+        assert refused.value.code == "model_not_found"
+        image = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{images.getsockname()[1]}/a.png"}}
+        with pytest.raises(openai().BadRequestError, match="reads text, and no images"):
+            client.chat.completions.create(model="mine", messages=[{"role": "user", "content": [image]}])
+        images.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            images.accept()
 
 
 @pytest.mark.slow

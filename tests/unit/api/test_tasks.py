@@ -96,6 +96,13 @@ async def test_undivided_it_runs_where_the_weights_are(tmp_path: Path, strategy:
     assert config.job.strategy == alone
 
 
+@pytest.mark.parametrize(("name", "served"), [("job", "job"), ("base", "base-trained")])
+async def test_no_run_is_served_by_the_name_of_the_base_model(tmp_path: Path, name: str, served: str) -> None:
+    run = MadeRun(tmp_path, name=name).attempt().append(SAVED).state("running", "succeeded", reason="completed").close()
+    config = await start(tmp_path, run.id, "serve", options={"host": "127.0.0.1"})
+    assert config.job.task is not None and config.job.task.options["name"] == served
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
 async def test_pytorch_has_the_whole_model_on_every_rank_and_serves_none(tmp_path: Path, strategy: Strategy) -> None:
     config = make_run_config(strategy=strategy)
