@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_session, get_token, hf_hub_url
@@ -20,6 +21,8 @@ from engine.security.redact import redact
 from engine.security.sanitise import plain
 
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9](?!.*(?:--|\.\.))[\w.-]{0,94}")
+_WEIGHTS = ["model*.safetensors", "model*.safetensors.index.json", "adapter*.safetensors", "adapter_config.json"]
+"""Programs load these of a repository, those of an earlier upload with those of this one."""
 _ANSWERS_WITHIN_S = 10.0
 _LOGIN = "log in with a token that may write: hf auth login, or HF_TOKEN"
 
@@ -53,7 +56,8 @@ def upload(run: TrainedRun, folder: ModelFolder) -> str:
         try:
             api.create_repo(repository, private=private or None, exist_ok=True)
             if not private or api.repo_info(repository).private:
-                return str(api.upload_folder(repo_id=repository, folder_path=scratch, commit_message="Upload a run"))
+                upload = partial(api.upload_folder, commit_message="Upload a run", delete_patterns=_WEIGHTS)
+                return str(upload(repo_id=repository, folder_path=scratch))
         except Exception as error:  # As many kinds as the library has parts.
             refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
             todo = _LOGIN if refused else "run the same command again: what has arrived is not sent twice"

@@ -109,6 +109,10 @@ class _Handler(BaseHTTPRequestHandler):
         private = self.hub.visibility[match[1]] == "private"
         return 200, {"id": match[1], "sha": "0" * 40, "private": private, "siblings": [], "tags": []}
 
+    def _tree(self, match: re.Match[str], _: bytes) -> tuple[int, Any]:
+        files = self.hub.files[match[1]]
+        return 200, [{"type": "file", "path": path, "size": 1, "oid": "0" * 40} for path in files]
+
     def _preupload(self, match: re.Match[str], body: bytes) -> tuple[int, Any]:
         return 200, {"files": [self._mode(match[1], file) for file in json.loads(body)["files"]]}
 
@@ -153,7 +157,9 @@ class _Handler(BaseHTTPRequestHandler):
         repository = match[1]
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
-            if line["key"] == "file":
+            if line["key"] == "deletedFile":
+                del self.hub.files[repository][value["path"]]
+            elif line["key"] == "file":
                 self.hub.files[repository][value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 if value["oid"] not in self.hub.objects and not self.hub.shards:
@@ -166,6 +172,7 @@ _REPOSITORY = r"/api/models/([^/]+/[^/]+)"
 _ROUTES: dict[str, Callable[[_Handler, re.Match[str], bytes], tuple[int, Any]]] = {
     r"POST /api/repos/create": _Handler._create,
     r"POST /api/validate-yaml": _Handler._valid,
+    rf"GET {_REPOSITORY}/tree/main": _Handler._tree,
     rf"POST {_REPOSITORY}/preupload/main": _Handler._preupload,
     rf"POST {_REPOSITORY}/commit/main": _Handler._commit,
     rf"GET {_REPOSITORY}/xet-write-token/main": _Handler._write_token,

@@ -114,6 +114,19 @@ def test_without_xet_a_file_that_has_arrived_is_not_sent_twice(
     assert {"model.safetensors", "model-2.safetensors"} < {*server.files[REPOSITORY]}
 
 
+def test_no_weights_of_an_earlier_upload_are_left_beside_those_of_a_later_one(
+    server: Hub, home: Path, run: str, write_model: WriteModel
+) -> None:
+    model = write_model()
+    assert publish(home, run, model).code == 0
+    uploaded = dict(server.files[REPOSITORY])
+    stale = ("model-00002-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json")
+    kept = ("onnx/model.safetensors", "notes.txt")
+    server.files[REPOSITORY].update(dict.fromkeys((*stale, *kept), b"old"))
+    assert publish(home, run, model).code == 0
+    assert server.files[REPOSITORY] == {**uploaded, **dict.fromkeys(kept, b"old")}
+
+
 def test_what_is_not_here_is_fetched_first(server: Hub, home: Path, run: str, tmp_path: Path) -> None:
     done = flightdeck(home, "publish", run, "--hub", REPOSITORY, "--json", cwd=tmp_path)
     assert (done.code, json.loads(done.out)["folder"]) == (0, None), done
