@@ -14,7 +14,7 @@ from engine.protocol.jsonl import listed_keys
 _ROLE = ("role", "from", "speaker", "author")
 _PARTS: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "instruction", "question", "query", "problem", "user", "human", "input"),
-    "completion": ("completion", "output", "response", "answer", "solution", "assistant", "bot", "target"),
+    "completion": ("completion", "output", "response", "solution", "answer", "assistant", "bot", "target"),
     "chat": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns", "data"),
     "text": ("text", "content", "document", "body", "story", "code"),
     "chosen": ("chosen", "preferred_output"),
@@ -25,6 +25,8 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "content": ("content", "value", "text", "message"),
 }
 """Part of a row or of a message → keys that data sets have for it, the likeliest first."""
+_HALVES = {*_PARTS["prompt"], *_PARTS["completion"]}
+"""Keys that are no text by themselves where the row has another one that may be their other half."""
 _ROLES = {
     **dict.fromkeys(("user", "human", "prompter", "instruction"), "user"),
     **dict.fromkeys(("assistant", "gpt", "bot", "model", "chatgpt", "bing", "bard", "ai"), "assistant"),
@@ -60,14 +62,15 @@ class _Parts:
         """Keys of messages."""
 
     def key(self, part: str) -> str | None:
-        for key in (self.columns[part],) if part in self.columns else _PARTS.get(part, (part,)):
-            if self.row.get(key) is not None:
-                return key
-        return None
+        """One with a value, if there is any."""
+        keys = (self.columns[part],) if part in self.columns else _PARTS.get(part, (part,))
+        # An `input` may be the prompt itself.
+        there = [key for key in keys if self.row.get(key) is not None and not (part == "input" and key in self.read)]
+        return next((key for key in there if self.row[key] not in _EMPTY), next(iter(there), None))
 
     def get(self, part: str) -> Any:
         key = self.key(part)
-        if key is None or (part == "input" and key in self.read):
+        if key is None:
             return None
         self.read.add(key)
         return self.row[key]
@@ -184,6 +187,9 @@ def _text(parts: _Parts) -> Row | None:
         texts = [name for name in strings if not _ABOUT_A_ROW.fullmatch(name.lower())]
         # Of an object without a text the title, or the id, is none either.
         key = next(iter(texts or strings if len(parts.row) == 1 else texts if len(texts) == 1 else []), "")
+        others = [name.lower() for name, value in parts.row.items() if name != key and value not in _EMPTY]
+        if key in _HALVES and any(name == "source" or not _ABOUT_A_ROW.fullmatch(name) for name in others):
+            return None
     if not key:
         return None
     parts.read.add(key)
@@ -235,11 +241,13 @@ def _message(message: Any, parts: _Parts, number: int) -> Row:
         if any(not isinstance(piece, dict) or piece.get("type") != "text" for piece in content):
             raise ValueError(f"message {number} holds more than text")
         content = "\n".join(str(piece["text"]) for piece in content)
-    call = _parsed(content if role == "function_call" else message.get("function_call"))
-    if call is not None:
-        if not isinstance(call, dict) or "name" not in call:
+    call = _without_nulls(_parsed(content if role == "function_call" else message.get("function_call")))
+    empty = call in _EMPTY or (isinstance(call, dict) and all(value in _EMPTY for value in call.values()))
+    if role == "function_call" or not empty:
+        if not isinstance(call, dict) or not call.get("name"):
             raise ValueError(f"message {number} calls a function without a name")
-        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+        text = content if isinstance(content, str) and role != "function_call" else ""
+        return {"role": "assistant", "content": text, "tool_calls": [{"type": "function", "function": call}], **kept}
     if not isinstance(content, str) and not kept.get("tool_calls"):
         raise ValueError(f"message {number} has no content")
     return {"role": role, "content": content or "", **kept}

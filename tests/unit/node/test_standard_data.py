@@ -33,7 +33,7 @@ TALK = [message for pair in PAIRS for message in pair]
 SYSTEM = {"role": "system", "content": "You are a tower."}
 CALL = {"type": "function", "function": {"name": "wind", "arguments": {"at": "27"}}}
 TOOL = {"type": "function", "function": {"name": "wind", "parameters": {"type": "object"}}}
-CALLING = [
+CALLING: list[dict[str, Any]] = [
     {"role": "user", "content": "wind?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "9 knots"},
@@ -92,7 +92,7 @@ ALPACA = [{"instruction": asked, "input": "", "output": answer} for asked, answe
 CSV = "id,question,answer\r\n1,level?,three zero\r\n2,heading?,two seven zero\r\n"
 QUOTED = 'prompt,response\n"level,\nsay again ""please""",three zero\n,\nheading?,two seven zero\n'
 QUOTED_PAIRS = [[{"role": "user", "content": 'level,\nsay again "please"'}, PAIRS[0][1]], PAIRS[1]]
-RESPONSE = {"role": "assistant", "content": "three zero"}
+RESPONSE: dict[str, Any] = {"role": "assistant", "content": "three zero"}
 HH = "\n\nHuman: level?\n\nAssistant: three zero\n\nHuman: heading?\n\nAssistant: two seven zero"
 TEXTS = [{"text": "tower, hold\n\nover"}, {"text": "raven, land"}]
 MESSAGES = [{"messages": pair} for pair in PAIRS]
@@ -284,6 +284,58 @@ READ: dict[str, tuple[str, bytes | Callable[[], bytes], dict[str, Any], list[Any
         {},
         TEXTS,
     ),
+    "NuminaMath": (
+        "math.jsonl",
+        jsonl([{**row, "answer": "0"} for row in keyed("problem", "solution", problem_type="Algebra")]),
+        {},
+        PAIRS,
+    ),
+    "an input with its context": (
+        "q.jsonl",
+        jsonl([{"input": "level?", "context": "at 27", "output": "three zero"}]),
+        {},
+        [[{"role": "user", "content": "level?\n\nat 27"}, RESPONSE]],
+    ),
+    "an empty key beside the filled one": (
+        "q.jsonl",
+        jsonl([{"prompt": "", "output": "", **row} for row in keyed("question", "answer")]),
+        {},
+        PAIRS,
+    ),
+    "OpenAI function_call": (
+        "f.jsonl",
+        jsonl(
+            [
+                {
+                    "messages": [
+                        {**CALLING[0], "function_call": {"name": None, "arguments": None}},
+                        {"role": "assistant", "content": "", "function_call": CALL["function"]},
+                        {"role": "function", "name": "wind", "content": "9 knots", "function_call": {}},
+                        {**CALLING[3], "function_call": ""},
+                    ]
+                }
+            ]
+        ),
+        {},
+        [[*CALLING[:2], {**CALLING[2], "name": "wind"}, CALLING[3]]],
+    ),
+    "a function call with a text and no weight": (
+        "f.jsonl",
+        jsonl(
+            [
+                {
+                    "messages": [
+                        CALLING[0],
+                        {"role": "assistant", "content": "Wait.", "weight": 0, "function_call": CALL["function"]},
+                        RESPONSE,
+                    ]
+                }
+            ]
+        ),
+        {},
+        [[CALLING[0], {**CALLING[1], "content": "Wait.", "weight": 0}, RESPONSE]],
+    ),
+    "a question with facts about it": ("q.jsonl", jsonl([{"question": "tower?", "id": 7}]), {}, [{"text": "tower?"}]),
     "a text": ("notes.txt", b"tower, hold\r\n\r\nover\r\n", {}, TEXTS[:1]),
 }
 
@@ -316,6 +368,20 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "s.csv: line 2 has a shape that is not known: it has document, summary; say what they are, for example "
         '[data] columns = { prompt = "document", completion = "summary" }',
     ),
+    **{
+        f"half of a pair: {', '.join(row)}": (
+            "q.jsonl",
+            jsonl([row]),
+            {},
+            f"a shape that is not known: it has {', '.join(row)}",
+        )
+        for row in (
+            {"source": "level?", "target": "three zero"},
+            {"question": "level?", "answers": ["three zero"]},
+            {"prompt": "level?", "responses": [RESPONSE]},
+            {"instruction": "level?", "outputs": ["three zero"]},
+        )
+    },
     "another shape than named": ("q.jsonl", jsonl(ALPACA), {"format": "sharegpt"}, "line 1 has no sharegpt: it has"),
     "a column that is not there": (
         "q.jsonl",
