@@ -47,8 +47,9 @@ class ComparedRun:
         return _plan(self)
 
     def typical(self, metric: str, label: str = "") -> float | None:
+        """None where it has no finite value."""
         figures = self.series.get((metric, label))
-        return figures.typical if figures is not None else None
+        return figures.typical if figures is not None and math.isfinite(figures.typical) else None
 
     @property
     def name(self) -> str:
@@ -212,16 +213,16 @@ def _result(run: ComparedRun) -> dict[str, Cell]:
     tokens = run.series.get(("clock", "tokens"))
     recovery = sum(attempt.status.recovery_s or 0.0 for attempt in run.history.attempts)
     memory = [figures.last for (metric, _), figures in run.series.items() if metric == "memory"]
-    return {
+    cells: dict[str, Cell] = {
         "state": record.state.value,
         "why it ended": record.reason.value if record.reason is not None else None,
         "iterations": str(record.iteration) if record.iteration is not None else None,
         "train loss": record.train_loss,
         "val loss": validation.last if validation is not None else record.val_loss,
         "best val loss": validation.lowest if validation is not None else None,
-        "best val loss, smoothed": _smoothed(validation),
+        "best val loss, smoothed": validation.smoothed if validation is not None else None,
         "lowest train loss": train.lowest if train is not None else None,
-        "lowest train loss, smoothed": _smoothed(train),
+        "lowest train loss, smoothed": train.smoothed if train is not None else None,
         "test loss": record.test_loss,
         "tokens": f"{tokens.last:,.0f}" if tokens is not None else None,
         "tokens/s": run.typical("throughput"),
@@ -234,10 +235,8 @@ def _result(run: ComparedRun) -> dict[str, Cell]:
         "time lost to recoveries": recovery,
         "tags": ", ".join(record.tags) or None,
     }
-
-
-def _smoothed(figures: SeriesFigures | None) -> float | None:
-    return figures.smoothed if figures is not None and math.isfinite(figures.smoothed) else None
+    # What has diverged is neither better than another nor unlike itself.
+    return {key: None if isinstance(cell, float) and not math.isfinite(cell) else cell for key, cell in cells.items()}
 
 
 _SECTIONS: Final[Mapping[str, Callable[[ComparedRun], Mapping[str, Cell]]]] = {
@@ -345,10 +344,8 @@ def _shares(slow: ComparedRun, fast: ComparedRun) -> Reasons:
 def _skew(slow: ComparedRun, fast: ComparedRun) -> Reasons:
     skew, before = slow.typical("skew"), fast.typical("skew") or 0.0
     if skew is not None and skew - before > _TELLING:
-        ranks = {
-            label: figures.typical for (metric, label), figures in slow.series.items() if metric == "compute" and label
-        }
-        slowest = max(ranks, key=lambda label: ranks[label], default="")
+        ranks = {label: slow.typical(metric, label) or 0.0 for metric, label in slow.series if metric == "compute"}
+        slowest = max(filter(None, ranks), key=lambda label: ranks[label], default="")
         number = slowest.removeprefix("rank ")
         node = f" ({slow.nodes[int(number)]})" if number.isdecimal() and int(number) < len(slow.nodes) else ""
         who = f"{slowest}{node} takes" if slowest else "its slowest rank takes"

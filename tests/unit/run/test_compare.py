@@ -89,6 +89,17 @@ def test_the_best_of_each_figure_is_named(tmp_path: Path) -> None:
     }
 
 
+def test_a_run_that_diverged_is_never_the_best_nor_unlike_one_of_its_kind(tmp_path: Path) -> None:
+    nan = {("loss", "train"): math.nan, ("loss", "validation"): math.nan, ("step time", "whole"): math.nan}
+    diverged, sound = {**nan, ("throughput", ""): math.nan}, {("loss", "train"): 2.0, ("loss", "validation"): 2.0}
+    runs = [run(tmp_path, n, series=series) for n, series in enumerate((diverged, diverged, sound))]
+    assert compare(runs[:2]).differences == ()
+    comparison = compare(runs)
+    assert difference(comparison, "val loss").values == (None, None, 2.0)
+    assert {row.best for row in comparison.differences} == {None}
+    assert comparison.speeds == ()
+
+
 def test_the_best_smoothed_loss_may_be_another_runs(tmp_path: Path) -> None:
     lucky, steady, short = (run(tmp_path, number) for number in range(3))
     figures = {
