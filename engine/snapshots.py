@@ -148,6 +148,8 @@ class Series:
     val: tuple[tuple[int, float], ...] = ()
     tokens_per_second: tuple[tuple[int, float], ...] = ()
     marks: tuple[SeriesMark, ...] = ()
+    not_finite: tuple[int, int] | None = None
+    """The first and the last iteration of the newest reports, where the loss of all of them is not finite."""
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,12 @@ def loss(value: float | None) -> str:
     return f"{value:.3f}" if abs(value) >= 0.01 or value == 0 else f"{value:.2e}"
 
 
+def train_loss(snapshot: RunSnapshot) -> str:
+    """The loss of the newest report, in words where it is not finite."""
+    lost = snapshot.series.not_finite
+    return f"not finite since {lost[0]:,}" if lost is not None else loss(snapshot.record.train_loss)
+
+
 def rate(value: float | None, unit: str = "tok/s") -> str:
     """A throughput: whole from 100 on, else with one decimal."""
     if value is None:

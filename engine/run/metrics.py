@@ -47,11 +47,15 @@ class Curve:
 
     def __init__(self) -> None:
         self.points: list[Point] = []
+        self.not_finite: tuple[int, int] | None = None
+        """x of the first and of the last of the newest values, where all of them are no points."""
 
     def add(self, x: int, y: Any) -> None:
         """Append a point; what is not a finite number is no point. Going back in x (a restart) drops what was there."""
         if (value := finite_or_none(y)) is None:
+            self.not_finite = (self.not_finite or (x,))[0], x
             return
+        self.not_finite = None
         while self.points and self.points[-1][0] >= x:
             self.points.pop()
         self.points.append((x, value))
@@ -123,6 +127,7 @@ class MetricsSeries:
             if self._attempt is not None and attempt > self._attempt:
                 self._restarts.append(SeriesMark(iteration, "restart"))
                 self._speeds.clear()
+                self.train.not_finite = None
             self._attempt = attempt
         if row.get("kind") == "val":
             self.val.add(iteration, row.get("val_loss"))
@@ -132,7 +137,8 @@ class MetricsSeries:
             return
         self.iteration = iteration
         self.iterations = count_or_none(row.get("iterations")) or self.iterations
-        self.train.add(iteration, row.get("train_loss"))
+        if "train_loss" in row:
+            self.train.add(iteration, row["train_loss"])
         self.tokens_per_second.add(iteration, row.get("tokens_per_second"))
         self.learning_rate = finite_or_none(row.get("learning_rate"))
         self.trained_tokens = count_or_none(row.get("trained_tokens")) or self.trained_tokens
@@ -158,6 +164,7 @@ class MetricsSeries:
                 tuple(self.val.points),
                 tuple(self.tokens_per_second.points),
                 tuple(sorted(marks, key=lambda mark: mark.iteration)),
+                self.train.not_finite,
             )
         return self._built
 

@@ -241,7 +241,7 @@ class RunWatch:
         steps = [report.iteration for report in reports if report.iteration is not None]
         live: dict[str, Any] = {
             "iteration": max((*steps, self._series.iteration or 0), default=0) or None,
-            "train_loss": self._series.train.last,
+            "train_loss": self._series.train.last if self._series.train.not_finite is None else None,
             "val_loss": self._series.val.last,
             "test_loss": self._series.test_loss,
             "tokens_per_second": self._series.tokens_per_second.last,

@@ -74,5 +74,12 @@ def test_each_report_is_printed_once(tmp_path: Path) -> None:
     engine, follower, output = follow(tmp_path, trained(1))
     assert len(lines_of(engine, follower, output, trained(1, 2))) == 3
     assert lines_of(engine, follower, output, trained(1, 2)) == []
+    lost, again = trained(1, 2), trained(1, 2, 9)
+    lost = replace(lost, series=replace(lost.series, not_finite=(4, 8)))
+    (line,) = lines_of(engine, follower, output, lost)
+    assert line.startswith("iteration  8/60   loss not finite since 4")
+    assert lines_of(engine, follower, output, lost) == []
+    (line,) = lines_of(engine, follower, output, again)
+    assert line.startswith("iteration  9/60   loss 1.09")
     assert until_ended(aborted())
     assert not until_past_preflight(replace(aborted(), record=record(state=RunState.PREFLIGHT)))

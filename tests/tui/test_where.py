@@ -105,6 +105,13 @@ def test_the_arrow_is_of_the_smoothed_loss() -> None:
     assert arrow(2.0) == arrow(2.0, 2.0) == ""
 
 
+def test_the_header_says_that_the_loss_is_not_finite() -> None:
+    running = fake_engine.running()
+    diverged = replace(running, series=replace(running.series, not_finite=(40, 60)))
+    text = header(DeckState(now=fake_engine.NOW, ready=True, snapshot=diverged), 200).plain
+    assert "loss not finite since 40   " in text
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(19.9, "19 s"), (61, "1 min"), (7380, "2 h 03 min"), (100_800, "1 d 4 h"), (None, "-")]
 )

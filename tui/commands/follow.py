@@ -13,7 +13,7 @@ from engine.errors import LaunchError, plural
 from engine.models import OVERRIDDEN, CheckResult, CheckStatus, RunRecord, RunState
 from engine.snapshots import RunSnapshot, SeriesMark, ServedRequests
 from tui.commands.terminal import Lines
-from tui.formatting import duration, loss, rate, reason_text, recovery_summary, span
+from tui.formatting import duration, loss, rate, reason_text, recovery_summary, span, train_loss
 from tui.task_results import result_lines, served_text
 
 POLL_S = 0.1
@@ -143,6 +143,9 @@ class Follower:
                 if snapshot.eta_s is not None and iteration == series.train[-1][0] != record.iterations:
                     parts.append(f"ETA {span(snapshot.eta_s)}")
                 events.append((iteration, 1, "   ".join(parts)))
+        if (lost := series.not_finite) is not None and lost[1] > self._trained_to:
+            self._trained_to = lost[1]
+            events.append((lost[1], 1, f"loss {train_loss(snapshot)}   {rate(speeds.get(lost[1]))}"))
         for iteration, value in series.val:
             if iteration not in self._validated:
                 self._validated.add(iteration)

@@ -46,6 +46,7 @@ from tui.formatting import (
     span,
     table,
     tracker_texts,
+    train_loss,
     trained_text,
 )
 from tui.task_results import result_lines, serving_lines
@@ -211,7 +212,7 @@ def _show_figures(lines: Lines, snapshot: RunSnapshot) -> None:
     lines.say(f"  {'world':<10} {world}")
     lines.say(f"  {'created':<10} {record.created_at.astimezone():%Y-%m-%d %H:%M:%S}")
     if record.iteration is not None:
-        figures = [f"iteration {_progress(record)}", f"loss {loss(record.train_loss)}"]
+        figures = [f"iteration {_progress(record)}", f"loss {train_loss(snapshot)}"]
         figures += [f"val loss {loss(record.val_loss)}"] if record.val_loss is not None else []
         figures += [f"test loss {loss(record.test_loss)}"] if record.test_loss is not None else []
         figures += [rate(record.tokens_per_second)]

@@ -12,7 +12,7 @@ from textual.message import Message
 
 from engine.errors import plural
 from tui.actions import Action, bar, label
-from tui.formatting import age, duration, loss, rate, span
+from tui.formatting import age, duration, rate, span, train_loss
 from tui.glyphs import DISABLED, FAIL, FEW_COLOURS, MUTED, STALE, STATES, UNKNOWN
 from tui.node_state import away, node_names
 from tui.state import NUMBERED, RANK_LIMIT_S, DeckState
@@ -167,8 +167,8 @@ def _run(state: DeckState) -> list[tuple[int, Content]]:
     if record.iteration is not None:
         total = f"/{record.iterations:,}" if record.iterations else ""
         parts.append((8, _pair("step", f"{record.iteration:,}{total}")))
-    if record.train_loss is not None:
-        parts.append((7, _pair("loss", f"{loss(record.train_loss)}{_trend(state, snapshot)}")))
+    if record.train_loss is not None or snapshot.series.not_finite is not None:
+        parts.append((7, _pair("loss", f"{train_loss(snapshot)}{_trend(state, snapshot)}")))
     if state.active and record.tokens_per_second is not None:
         parts.append((4, Content(rate(record.tokens_per_second))))
     if state.active and snapshot.eta_s is not None:
@@ -185,7 +185,7 @@ def _trend(state: DeckState, snapshot: RunSnapshot) -> str:
     losses = [loss for _, loss in snapshot.series.train[-2 * _SMOOTHED :] if math.isfinite(loss)]
     half = len(losses) // 2
     before, newest = sum(losses[-2 * half : -half or None]), sum(losses[len(losses) - half :])
-    if half == 0 or before == newest:
+    if half == 0 or before == newest or snapshot.series.not_finite is not None:
         return ""
     return " " + (state.glyphs.down if newest < before else state.glyphs.up)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -102,6 +103,22 @@ def test_live_figures_come_from_reports_and_steps(run: MadeRun) -> None:
     assert snapshot.learning_rate == 1e-3
     # 36 iterations at 4 a second.
     assert snapshot.eta_s == 9.0
+
+
+def test_a_loss_that_is_not_finite_any_more_is_no_finite_one(home: Path) -> None:
+    run = MadeRun(home, command=("python", "train.py"))
+    run.state("preflight", "launching").attempt().state("running")
+    run.metrics([report(10, 4.0), report(20, math.nan), report(30, math.inf)])
+    watch = watched(run)
+    snapshot = watch.poll()
+    assert (snapshot.record.iteration, snapshot.record.train_loss, snapshot.series.not_finite) == (30, None, (20, 30))
+    without = report(40, 0.0)
+    del without["train_loss"]
+    run.metrics([without])
+    assert watch.poll().series.not_finite == (20, 30)
+    run.metrics([report(50, 3.0)])
+    snapshot = watch.poll()
+    assert (snapshot.record.train_loss, snapshot.series.not_finite) == (3.0, None)
 
 
 def test_a_command_that_prints_its_last_iteration_has_progress_and_an_eta(home: Path) -> None:
