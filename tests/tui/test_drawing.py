@@ -20,7 +20,7 @@ from tui.state import DeckState
 from tui.topology import ring
 from tui.widgets.bars import header
 from tui.widgets.chart import ChartCurve, Picture, draw, picture
-from tui.widgets.plot import Axis, Canvas, ChartMark, step_of, tick_text
+from tui.widgets.plot import Axis, Canvas, ChartMark, step_of, tick_text, tick_texts
 from tui.widgets.run_summary import skew, slowest
 from tui.widgets.text import Column, Text, justify, lay_out, pair
 
@@ -76,6 +76,22 @@ def test_a_step_is_round_and_just_large_enough(rough: float) -> None:
 def test_ticks_are_told_apart() -> None:
     assert [tick_text(value, 0.05) for value in (1.15, 1.2)] == ["1.15", "1.20"]
     assert tick_text(1000, 500) == "1,000"
+
+
+@pytest.mark.parametrize(
+    ("values", "logarithmic", "texts"),
+    [
+        ([1e-5], False, ["1e-05", "1.05e-05"]),
+        ([5e-7, 0.0], False, ["0", "2e-07", "4e-07"]),
+        ([1.23456, 1.23457], False, ["1.234565", "1.23457"]),
+        ([1e-8, 1e-3], True, ["1e-08", "1e-07", "1e-06", "1e-05", "0.0001", "0.001"]),
+        ([1e18, 3e18], False, ["1e+18", "2e+18", "3e+18"]),
+        ([1e-11, 9e-10], True, ["1e-11", "1e-10"]),
+        ([2e-11], True, ["2e-11", "2.1e-11"]),
+    ],
+)
+def test_ticks_of_small_and_of_large_values_are_right(values: list[float], logarithmic: bool, texts: list[str]) -> None:
+    assert [text for _, text in tick_texts(Axis.of(values, 60, logarithmic=logarithmic), 3)] == texts
 
 
 @given(st.integers(0, 19), st.integers(0, 15), st.integers(0, 19), st.integers(0, 15))

@@ -40,10 +40,11 @@ class Axis:
     def of(cls, values: Sequence[float], dots: int, *, logarithmic: bool = False) -> Axis:
         """The axis on which all `values` (finite, at least one) fit; never of no height."""
         low, high = min(values), max(values)
-        logarithmic = logarithmic and low > 0
-        if high - low < 1e-9 * max(1.0, abs(high)):
-            margin = abs(high) * 0.05 or 0.5
-            low, high = low - margin, high + margin
+        logarithmic = logarithmic and low > _LEAST
+        size = max(abs(low), abs(high))
+        if high - low <= max(1e-9 * size, _LEAST):
+            margin = size * 0.05 if size > 100 * _LEAST else 0.5
+            low, high = (low / 1.05, high * 1.05) if logarithmic else (low - margin, high + margin)
         return cls(low, high, max(1, dots), logarithmic)
 
     def position(self, value: float) -> int:
@@ -77,6 +78,8 @@ class Axis:
         return [value for value in values if self.low <= value <= self.high]
 
 
+_LEAST: Final = 1e-300
+"""Near the least of all floats there are no powers of ten to count by."""
 _TIME_STEPS: Final = (2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21_600, 43_200, 86_400, 172_800)
 
 
@@ -88,8 +91,11 @@ def step_of(rough: float) -> float:
 
 def tick_text(value: float, step: float) -> str:
     """A tick's label, with as many decimals as tell neighbours `step` apart from each other."""
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
-    return f"{value:,.{min(decimals, 6)}f}"
+    place = math.floor(math.log10(step) + 1e-9) if step > 0 else 0
+    if place < -4 or place >= 8 or abs(value) >= 1e9:
+        digits = math.floor(math.log10(abs(value)) + 1e-9) - place + 1 if value else 1
+        return f"{value:.{max(1, digits)}g}"
+    return f"{value:,.{max(0, -place)}f}"
 
 
 _BITS: Final = (0x01, 0x02, 0x04, 0x40, 0x08, 0x10, 0x20, 0x80)
