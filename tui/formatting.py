@@ -214,6 +214,11 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
+def short_name(name: str, width: int) -> str:
+    """A run's name in at most `width` columns, with its last part, which tells it from others."""
+    return name if len(name) <= width else f"{name[: max(0, width - 6)]}…{name[-5:]}"
+
+
 _SOURCES = {
     "emergency": "the state that its survivors saved",
     "checkpoint": "the checkpoint",

@@ -10,13 +10,14 @@ from textual.content import Content
 
 from engine.errors import InputError
 from engine.models import RunRecord, RunState
+from engine.run.compare import Comparison, Difference
 from engine.snapshots import Deletion, ResultFile, RunResult, RunSnapshot, TrainedFile
 from tests.tui import fake_engine
 from tests.tui.conftest import SIZE, Console, opened
 from tests.tui.fake_engine import NOW, FakeEngine
 from tui.state import DeckState
 from tui.widgets import history_pane
-from tui.widgets.compare_pane import ComparePane
+from tui.widgets.compare_pane import ComparePane, table_lines
 from tui.widgets.history_pane import cells
 from tui.widgets.pane import RowList
 from tui.widgets.run_pane import RunPane
@@ -149,6 +150,23 @@ async def test_marked_runs_are_compared(
         assert console.app.state.view == "history"
         await console.press("escape")
         assert console.app.state.marked == ()
+
+
+def test_at_80_columns_the_table_shows_two_runs_and_the_best() -> None:
+    names = tuple(f"my-long-name-of-a-job-{number:04x}" for number in range(4))
+    record = fake_engine.trained().record
+
+    def lines(count: int) -> list[str]:
+        values = [("configuration", "learning_rate"), ("result", "lowest train loss, smoothed")]
+        rows = tuple(Difference(*of, tuple(1.0 + n for n in range(count)), 0) for of in values)
+        return [line.plain for line in table_lines(Comparison((record,) * count, names[:count], rows, ()), 74)]
+
+    head, *rows = lines(2)
+    assert head.split()[-3:] == ["my-…-0000", "my-…-0001", "best"]
+    assert len(rows) == 2 and all(row.split()[-1] == "my-…-0000" and "2" in row for row in rows)
+    head, *_, note = lines(4)
+    assert head.split()[-3:] == ["my-…-0000", "my-…-0001", "best"]
+    assert note == "2 runs not shown: there is no room"
 
 
 async def test_a_runs_colour_stays_when_another_is_pinned_or_compared(runs: FakeEngine) -> None:

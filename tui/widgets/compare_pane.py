@@ -13,7 +13,7 @@ from textual.widget import Widget
 
 from engine import api
 from engine.errors import plural
-from tui.formatting import comparison_rows
+from tui.formatting import comparison_rows, short_name, shortened
 from tui.glyphs import MUTED, RANK_STYLES, STATES
 from tui.state import DeckState
 from tui.widgets.chart import Chart
@@ -27,10 +27,9 @@ _VALIDATION: Final = "validation loss"
 """A metric of its own: with several runs each has one curve."""
 _MOST_COLUMNS: Final = 2000
 """All curves of a chart together have no more: of twenty each has the points of a hundred columns."""
+_KEY: Final = range(17, 41)
 _CELL: Final = range(9, 29)
-"""Characters of a value in the table at most: as many as all runs have room for."""
-_BESIDE: Final = 46
-"""Cells of the table beside its values."""
+"""Characters of a key and of a value in the table at most: as many as all runs have room for."""
 
 
 class JointSeries:
@@ -174,18 +173,33 @@ class ComparePane(Pane):
         for speed in comparison.speeds:
             lines += [Content(""), Content(speed.summary + ":" * bool(speed.reasons))]
             lines += [Content(f"  {reason}") for reason in speed.reasons]
-        room = (width - _BESIDE) // len(comparison.runs) - GAP
-        rows = comparison_rows(comparison, max(_CELL[0], min(_CELL[-1], room)))
-        if not rows:
-            same = "settings, data, hardware and results are the same: esc goes back to mark other runs"
-            return [*lines, Content(""), Content.styled(same, MUTED)]
-        titles = ("", "only what differs", *comparison.names, "best")
-        columns = [
-            Column(title, [row[place] for row in rows], 9 if place < 3 else 5, grows=False)
-            for place, title in enumerate(titles)
-        ]
-        head, drawn = lay_out(columns, width)
-        return [*lines, Content(""), head, *drawn]
+        return [*lines, Content(""), *table_lines(comparison, width)]
 
     def text(self) -> str:
-        return "\n".join(line.plain.rstrip() for line in self._lines(self.state, 400)) if self._comparison else ""
+        if self._comparison is None:
+            return ""
+        width = 120 + len(self._comparison.runs) * (_CELL[-1] + GAP)
+        return "\n".join(line.plain.rstrip() for line in self._lines(self.state, width))
+
+
+def table_lines(comparison: Comparison, width: int) -> list[Content]:
+    """What differs, at most `width` cells wide: each key, the runs' values and the name of the best."""
+    if not comparison.differences:
+        same = "settings, data, hardware and results are the same: esc goes back to mark other runs"
+        return [Content.styled(same, MUTED)]
+    count = len(comparison.runs)
+    beside = max(len(difference.section) for difference in comparison.differences) + GAP
+    key = max(len(difference.key) for difference in comparison.differences)
+    key = max(_KEY[0], min(_KEY[-1], key, width - beside - (count + 1) * (_CELL[0] + GAP)))
+    room = width - beside - key
+    cell = max(_CELL[0], min(_CELL[-1], room // (count + 1) - GAP))
+    shown = max(1, min(count, room // (cell + GAP) - 1))
+    titles = ("", "only what differs", *(short_name(name, cell) for name in comparison.names[:shown]), "best")
+    rows = [
+        (section, shortened(name, key), *cells[:shown], short_name(cells[-1], cell))
+        for section, name, *cells in comparison_rows(comparison, cell)
+    ]
+    columns = [Column(title, [row[place] for row in rows], 9) for place, title in enumerate(titles)]
+    head, drawn = lay_out(columns, width)
+    hidden = f"{plural(count - shown, 'run')} not shown: there is no room" if shown < count else ""
+    return [head, *drawn, *([Content.styled(hidden, MUTED)] if hidden else [])]
