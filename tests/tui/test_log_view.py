@@ -319,6 +319,25 @@ async def test_a_frozen_view_holds_still_and_counts(logs: RunLogs) -> None:
         assert app.shown()[-1] == "0 line 49"
 
 
+async def test_a_view_stays_frozen_when_another_log_is_shown(logs: RunLogs) -> None:
+    logs.write(0, numbered(0, 5))
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)):
+        await until(lambda: len(app.shown()) == 5)
+        app.view.freeze(True)
+        app.view.next_source(1)
+        logs.write(0, numbered(5, 20))
+        await until(lambda: app.view.state.lines == 20)
+        assert app.view.state.frozen and app.shown()[-1].endswith("line 4")
+        app.view.jump_to(0, logs.run_dir.log(0).read_bytes().index(b"line 7"))
+        assert app.view.state.frozen and app.shown()[-1].endswith("line 7")
+        app.view.open(logs.run_dir)
+        assert app.view.state.frozen and app.shown()[-1].endswith("line 19")
+        logs.write(0, numbered(20, 30))
+        await until(lambda: app.view.state.lines == 30)
+        assert app.shown()[-1].endswith("line 19")
+
+
 async def test_long_lines_are_seen_by_going_sideways(logs: RunLogs) -> None:
     logs.write(0, "x" * 50 + "needle" + "y" * 100 + "\nshort\n")
     app = LogApp(logs.run_dir)

@@ -62,6 +62,8 @@ class LogWindow:
         """Lines that all ranks print alike are shown once, while those of all ranks are shown."""
         self._reader: LogReader | None = None
         self._scan: LogScan | None = None
+        self._frozen_at: int | None = None
+        """Lines there were when the window was frozen, or when another log was shown in it since."""
         self._begin(None, None)
 
     def _begin(self, run_dir: RunDir | None, source: int | None) -> None:
@@ -89,8 +91,8 @@ class LogWindow:
         """Lines there were when the end was last shown."""
         self._settled: tuple[object, ...] = ()
         """The inputs of `rows`."""
-        self._frozen_at: int | None = None
-        """Lines there were when the window was frozen."""
+        if self._frozen_at is not None:
+            self._frozen_at = self.line_count
 
     def open(self, run_dir: RunDir | None, source: int | None = None) -> None:
         """Show this run's log, following; None: nothing."""
@@ -253,6 +255,8 @@ class LogWindow:
             self.set_filter(None)
         self._reader.refresh()
         if (number := self._reader.number_of(source, offset)) is not None:
+            if self._frozen_at is not None:
+                self._frozen_at = max(self._frozen_at, number + 1)
             self.go_to(number)
 
     def go_to(self, number: int) -> None:
