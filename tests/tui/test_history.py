@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from textual.content import Content
@@ -11,13 +13,18 @@ from textual.content import Content
 from engine.errors import InputError
 from engine.models import RunRecord, RunState
 from engine.run.compare import Comparison, Difference
+from engine.run.series.reader import RunSeries
 from engine.snapshots import Deletion, ResultFile, RunResult, RunSnapshot, TrainedFile
+from engine.store.layout import RunDir
 from tests.tui import fake_engine
 from tests.tui.conftest import SIZE, Console, opened
 from tests.tui.fake_engine import NOW, FakeEngine
+from tests.unit.run.run_maker import report
+from tui.glyphs import Glyphs
 from tui.state import DeckState
 from tui.widgets import history_pane
-from tui.widgets.compare_pane import ComparePane, table_lines
+from tui.widgets.chart import View, draw, read_picture
+from tui.widgets.compare_pane import ComparePane, JointSeries, table_lines
 from tui.widgets.history_pane import cells
 from tui.widgets.pane import RowList
 from tui.widgets.run_pane import RunPane
@@ -167,6 +174,25 @@ def test_at_80_columns_the_table_shows_two_runs_and_the_best() -> None:
     head, *_, note = lines(4)
     assert head.split()[-3:] == ["my-…-0000", "my-…-0001", "best"]
     assert note == "2 runs not shown: there is no room"
+
+
+def test_runs_are_laid_over_one_another_on_an_axis_that_all_have(tmp_path: Path) -> None:
+    sources = []
+    for name, tokens in (("counted", 100), ("uncounted", None), ("empty", None)):
+        directory = RunDir(tmp_path / name)
+        directory.path.mkdir()
+        rows = [report(n, 1.0) | {"trained_tokens": tokens and n * tokens} for n in range(1, 21)]
+        directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows if name != "empty"))
+        sources.append(RunSeries(directory))
+    joint, alone = JointSeries("abc", sources, (0, 1, 2)), JointSeries("ac", sources[::2], (0, 2))
+    for both in (joint, alone):
+        both.refresh()
+    assert (joint.extent("loss", "tokens"), alone.extent("loss", "tokens")) == ((1, 20), (100, 2000))
+    shown = read_picture(joint, View(axis="tokens"), "loss", 100, ())
+    assert shown.axis == "iterations"
+    assert [[x for x, _ in curve.points] for curve in shown.curves] == [[*range(1, 21)], [*range(1, 21)], []]
+    assert "iterations: tokens not recorded" in draw(shown, 100, 20, Glyphs()).plain
+    assert read_picture(alone, View(axis="tokens"), "loss", 100, ()).axis == "tokens"
 
 
 async def test_a_runs_colour_stays_when_another_is_pinned_or_compared(runs: FakeEngine) -> None:

@@ -109,6 +109,8 @@ class Picture:
     window: tuple[float, float]
     """First and last x."""
     axis: str = "iterations"
+    wanted: str = ""
+    """The axis that was asked for, where it is another one."""
     marks: tuple[ChartMark, ...] = ()
     logarithmic: bool = False
     cursor: float | None = None
@@ -250,7 +252,10 @@ def _legend(picture: Picture, width: int, glyphs: Glyphs, *, logarithmic: bool) 
             parts.append((f"{mark_shape(kind, glyphs)} {kind}", MARKS[kind][2]))
     options = {"log axis": logarithmic, "average": any(curve.average for curve in picture.curves)}
     parts += [(name, FRAME) for name, on in options.items() if on]
-    parts += [(picture.axis, FRAME)] if picture.axis != "iterations" else []
+    if picture.wanted:
+        parts.append((f"{picture.axis}: {picture.wanted} not recorded", FRAME))
+    elif picture.axis != "iterations":
+        parts.append((picture.axis, FRAME))
     gap, room = 3, width - len(picture.title) - 2
     while parts and sum(len(text) + gap for text, _ in parts) - gap > room:
         parts.pop()
@@ -309,7 +314,8 @@ def read_picture(source: SeriesSource, view: View, metric: str, columns: int, ma
     chart = source.chart(metric, view.axis, window, columns, smooth=view.smooth)
     places = source.places(chart.axis, [iteration for iteration, _ in marks])
     placed = tuple(ChartMark(x, kind) for x, (_, kind) in zip(places, marks, strict=True))
-    return replace(picture(chart, window), logarithmic=view.logarithmic, marks=placed)
+    wanted = view.axis if view.axis != chart.axis else ""
+    return replace(picture(chart, window), logarithmic=view.logarithmic, marks=placed, wanted=wanted)
 
 
 def at_cursor(source: SeriesSource, view: View, shown: Picture) -> Picture:

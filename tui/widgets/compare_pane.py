@@ -50,7 +50,14 @@ class JointSeries:
             ordered.insert(1, _VALIDATION)
         return list(dict.fromkeys(ordered))
 
+    def axis_of(self, metric: str, axis: str) -> str:
+        """One that all have: iterations and tokens are nothing to lay over one another."""
+        runs = [source for _, source, _ in self._runs if _metric(metric) in source.metrics]
+        axes = (axis, "iterations", "time")
+        return next((x for x in axes if all(run.axis_of(_metric(metric), x) == x for run in runs)), axes[1])
+
     def extent(self, metric: str, axis: str) -> tuple[float, float]:
+        axis = self.axis_of(metric, axis)
         extents = [source.extent(_metric(metric), axis) for _, source, _ in self._runs]
         extents = [extent for extent in extents if extent != (0.0, 0.0)] or [(0.0, 0.0)]
         return min(first for first, _ in extents), max(last for _, last in extents)
@@ -58,6 +65,7 @@ class JointSeries:
     def chart(
         self, metric: str, axis: str, window: tuple[float, float] | None, width: int, *, smooth: bool = False
     ) -> SeriesChart:
+        axis = self.axis_of(metric, axis)
         window, width = window or self.extent(metric, axis), min(width, _MOST_COLUMNS // len(self._runs))
         charts = [source.chart(_metric(metric), axis, window, width, smooth=smooth) for _, source, _ in self._runs]
         curves = []
@@ -66,7 +74,7 @@ class JointSeries:
             curve = next((c for c in chart.curves if (c.label == "validation") == (metric == _VALIDATION)), None)
             points, average = (curve.points, curve.average) if curve is not None else ([], [])
             curves.append(api.SeriesCurve(name, points, average, place))
-        return api.SeriesChart(metric, charts[0].unit, charts[0].axis, tuple(curves))
+        return api.SeriesChart(metric, charts[0].unit, axis, tuple(curves))
 
     def places(self, axis: str, iterations: Sequence[float]) -> list[float]:
         return []
@@ -183,7 +191,7 @@ class ComparePane(Pane):
 
 
 def table_lines(comparison: Comparison, width: int) -> list[Content]:
-    """What differs, at most `width` cells wide: each key, the runs' values and the name of the best."""
+    """Each key that differs, with the runs' values and the name of the best; lines of at most `width` cells."""
     if not comparison.differences:
         same = "settings, data, hardware and results are the same: esc goes back to mark other runs"
         return [Content.styled(same, MUTED)]

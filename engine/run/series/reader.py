@@ -221,7 +221,9 @@ class RunSeries:
             if by_node not in natives:
                 (natives[by_node],) = self._scale(name.metric, axis, (x, x), 2).to_native([x])
             native = natives[by_node]
-            number = reader.index(math.nextafter(native, math.inf)) - 1
+            # A point's own x has lost a few digits on its way over the axis, and seconds since the epoch more of them.
+            slack = 1e-6 if by_node else 1e-9 * max(1.0, abs(native))
+            number = reader.index(native + slack) - 1
             if number >= 0:
                 values.append((name, reader.point(number)[1]))
         return values
@@ -271,16 +273,21 @@ class RunSeries:
             average = [average[place - 1] for before, place in pairwise([0, *places]) if place > before]
         return SeriesCurve(name.label, scale.placed(columns(blocks, borders)), scale.placed(average))
 
+    def axis_of(self, metric: str, axis: str) -> str:
+        """The axis that a metric has a place on: `axis`, or another one where the run has reported nothing for it."""
+        clock = self._counts.get(CLOCK["at"], (0, 0))[1]
+        if not clock:
+            return "time" if metric in _BY_NODE else "iterations"
+        wanted = CLOCK["tokens" if axis == "tokens" else "seconds"]
+        return axis if axis == "iterations" or self._counts.get(wanted, (0, 0))[1] == clock else "iterations"
+
     def _scale(self, metric: str, axis: str, window: tuple[float, float] | None, width: int) -> Scale:
         """Between x of a metric's series and `axis` in the window."""
-        by_node, clock = metric in _BY_NODE, self._reader(CLOCK["at"])
-        wanted = CLOCK["tokens" if axis == "tokens" else "seconds"]
-        if axis != "iterations" and self._counts.get(wanted, (0, 0))[1] != clock.count:
-            axis, wanted = "iterations", CLOCK["seconds"]
+        by_node, clock, axis = metric in _BY_NODE, self._reader(CLOCK["at"]), self.axis_of(metric, axis)
         if not clock.count or (axis == "iterations" and not by_node):
             begun = min((self._ends(name)[0] for name in self._counts if name.metric == metric), default=0.0)
-            return Scale("time" if by_node else "iterations", [begun if by_node else 0.0], [0.0])
-        target = clock if axis == "iterations" else self._reader(wanted)
+            return Scale(axis, [begun if by_node else 0.0], [0.0])
+        target = clock if axis == "iterations" else self._reader(CLOCK["tokens" if axis == "tokens" else "seconds"])
         start, stop = 0, clock.count
         if window is not None:
             start, stop = (target.index(edge, int(axis != "iterations")) for edge in window)

@@ -110,6 +110,25 @@ def test_tokens_that_are_not_reported_leave_iterations(run_dir: RunDir) -> None:
     assert series.chart("loss", "tokens", None, 10).axis == "iterations"
 
 
+@pytest.mark.parametrize("axis", AXES)
+def test_a_cursor_at_a_point_has_the_values_of_that_point(run_dir: RunDir, axis: str) -> None:
+    numbers = random.Random(3)
+    times, at = [], 0.0
+    for _ in range(999):
+        times.append(at := at + numbers.uniform(0.05, 0.9))
+    rows = [report(n, at=at, trained_tokens=int(at * 317)) for n, at in enumerate(times, 1)]
+    append(run_dir.metrics, [{"kind": "val", "attempt": 1, "iteration": 1, "val_loss": 0.7}, *rows])
+    append(run_dir.telemetry, [{"at": EPOCH + at, "node": "ana", "cpu_use": n} for n, at in enumerate(times, 1)])
+    series = RunSeries(run_dir)
+    series.refresh()
+    for iteration in range(1, 1000):
+        (x,) = series.places(axis, [iteration])
+        values = dict(series.values(axis, x))
+        assert values[SeriesName("loss", "train")] == 1 / iteration
+        assert values[SeriesName("loss", "validation")] == 0.7
+        assert axis != "time" or abs(values[SeriesName("CPU use", "ana")] - iteration) < 1
+
+
 def test_the_steps_of_all_ranks_make_one_point(run_dir: RunDir) -> None:
     for rank, seconds in enumerate((1.0, 1.5)):
         start = {"event": "start", "attempt": 1, "world_size": 2}
