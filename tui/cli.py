@@ -770,7 +770,7 @@ def _tasks(commands: Commands) -> None:
 
 
 def _serving(commands: Commands) -> None:
-    divided, most = "over all nodes of the run, each with some layers", "of an answer; default: 512"
+    divided, most = "over all nodes of the run, each with some layers", f"of an answer; default: {api.ANSWER_TOKENS}"
     serve = _command(
         commands,
         "serve",
@@ -785,7 +785,7 @@ def _serving(commands: Commands) -> None:
     what = f"default: {api.SERVE_PORT}; 0: a free one"
     serve.add_argument("--port", type=_count(65_535, least=0), default=api.SERVE_PORT, metavar="PORT", help=what)
     serve.add_argument("--divided", action="store_true", help=divided)
-    serve.add_argument("--max-tokens", type=_count(1_000_000), default=512, metavar="N", help=most)
+    serve.add_argument("--max-tokens", type=_count(1_000_000), default=api.ANSWER_TOKENS, metavar="N", help=most)
     serve.add_argument("--follow", action="store_true", help="print what happens until it has ended")
     chat = _command(
         commands,
@@ -800,7 +800,7 @@ def _serving(commands: Commands) -> None:
     chat.add_argument("--server", metavar="RUN", help="ask this one, in place of a server of its own")
     chat.add_argument("--base", action="store_true", help="begin with the base model")
     chat.add_argument("--divided", action="store_true", help=divided)
-    chat.add_argument("--max-tokens", type=_count(1_000_000), default=512, metavar="N", help=most)
+    chat.add_argument("--max-tokens", type=_count(1_000_000), default=api.ANSWER_TOKENS, metavar="N", help=most)
 
 
 def _publishing(commands: Commands) -> None:

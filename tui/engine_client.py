@@ -35,6 +35,7 @@ from tui.state import ENGINE_ERRORS, StateStore
 
 if TYPE_CHECKING:
     from engine.api import (
+        ChatAnswer,
         ChatExchange,
         ChatServer,
         Comparison,
@@ -611,7 +612,7 @@ class EngineClient:
     async def await_server(self, server: str) -> None:
         await self._loop.call(lambda: self.engine.chats.served(server))
 
-    def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[str, None]:
+    def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[ChatAnswer, None]:
         return self._loop.each(lambda: self.engine.chats.reply(server, messages, model=model), every_s=REPLY_S)
 
     async def demo(self) -> str | None:

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from engine.api.chats import ChatExchange, ChatServer
+    from engine.api.chats import ChatAnswer, ChatExchange, ChatServer
     from engine.api.engine import Engine
     from engine.api.queue import starting_time
     from engine.api.read_only import ReadOnlyEngine
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from engine.plan.strategy import with_strategy
     from engine.protocol.exit_codes import ExitCode
     from engine.protocol.job import Strategy
-    from engine.protocol.task import KEEP, SERVE_PORT, TaskKind
+    from engine.protocol.task import ANSWER_TOKENS, KEEP, SERVE_PORT, TaskKind
     from engine.publish.model_card import PublicationRequest
     from engine.queue.items import QueueItem, QueueSnapshot
     from engine.run.compare import Comparison, Difference, SpeedReasons
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 _NAMES: Final = {
-    "engine.api.chats": "ChatServer ChatExchange",
+    "engine.api.chats": "ChatAnswer ChatServer ChatExchange",
     "engine.api.engine": "Engine",
     "engine.api.queue": "starting_time",
     "engine.api.read_only": "ReadOnlyEngine",
@@ -104,7 +104,7 @@ _NAMES: Final = {
     "engine.plan.strategy": "with_strategy",
     "engine.protocol.exit_codes": "ExitCode",
     "engine.protocol.job": "Strategy",
-    "engine.protocol.task": "KEEP SERVE_PORT TaskKind",
+    "engine.protocol.task": "ANSWER_TOKENS KEEP SERVE_PORT TaskKind",
     "engine.publish.model_card": "PublicationRequest",
     "engine.queue.items": "QueueItem QueueSnapshot",
     "engine.run.compare": "Comparison Difference SpeedReasons",

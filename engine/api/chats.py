@@ -21,7 +21,7 @@ from engine.api.session import Session
 from engine.api.tasks import TasksApi, serve_request
 from engine.errors import InputError
 from engine.models import FrozenModel, RunRecord
-from engine.protocol.task import API_TOKEN_ENV
+from engine.protocol.task import ANSWER_TOKENS, API_TOKEN_ENV
 from engine.run.json_lines import LineFile, LineTail
 from engine.run.run_plan import read_plan
 from engine.run.watch import RunWatch
@@ -41,6 +41,25 @@ class ChatExchange(FrozenModel):
     """"base", or "trained"."""
     prompt: Text
     answer: Text
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """An answer as far as it has come, or a piece of it."""
+
+    text: str = ""
+    thought: str = ""
+    """A thinking model's, before it answers."""
+    cut: bool = False
+    """At its limit of tokens."""
+
+    def __add__(self, piece: ChatAnswer) -> ChatAnswer:
+        return ChatAnswer(self.text + piece.text, self.thought + piece.thought, self.cut or piece.cut)
+
+    def note(self, max_tokens: int = ANSWER_TOKENS) -> str:
+        """How a whole answer is less than one; "" where it is not."""
+        empty = "" if self.text else "it has only thought" if self.thought else "it has answered nothing"
+        return ", ".join(filter(None, (empty, f"cut at {max_tokens} tokens" if self.cut else "")))
 
 
 @dataclass(frozen=True)
@@ -87,9 +106,9 @@ class ChatsApi:
             await asyncio.sleep(_POLL_S)
 
     async def reply(
-        self, server: str, messages: Sequence[Mapping[str, str]], *, model: str, max_tokens: int = 512
-    ) -> AsyncGenerator[str, None]:
-        """The pieces of an answer to a conversation, as they come; the whole one is kept. `model`: "base", or any other
+        self, server: str, messages: Sequence[Mapping[str, str]], *, model: str, max_tokens: int = ANSWER_TOKENS
+    ) -> AsyncGenerator[ChatAnswer, None]:
+        """The pieces of an answer to a conversation, as they come; its whole text is kept. `model`: "base", or another
         name for what was trained. Closing this ends the answer. Raises RunNotFound, InputError when there is none,
         NodeUnreachable."""
         directory = await asyncio.to_thread(self._runs.find, server)
@@ -98,7 +117,7 @@ class ChatsApi:
         body = {"model": model, "messages": [*messages], "max_tokens": max_tokens, "stream": True}
         headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         forwarded = self._session.fleet.to(config.nodes[0]).forwarded(address.hostname or "", address.port or 80)
-        pieces = []
+        answer = ChatAnswer()
         async with forwarded as (host, port), httpx.AsyncClient(timeout=_ANSWER_LIMIT_S, trust_env=False) as client:
             url = f"http://{host}:{port}{address.path}/chat/completions"
             try:
@@ -109,8 +128,8 @@ class ChatsApi:
                     whole = False
                     async for line in response.aiter_lines():
                         whole = whole or line == "data: [DONE]"
-                        if piece := _piece(line):
-                            pieces.append(piece)
+                        if (piece := _piece(line)) != ChatAnswer():
+                            answer += piece
                             yield piece
                     if not whole:
                         raise httpx.ReadError("it ends in the middle")
@@ -120,8 +139,8 @@ class ChatsApi:
                 raise InputError(
                     f"{directory.id} does not answer", why=why, todo="ask again, or see its log"
                 ) from error
-        if config.job.task is not None:
-            values = {"prompt": messages[-1]["content"], "answer": "".join(pieces), "model": model}
+        if config.job.task is not None and answer.text:
+            values = {"prompt": messages[-1]["content"], "answer": answer.text, "model": model}
             exchange = ChatExchange(at=datetime.now(UTC), **values)
             await asyncio.to_thread(self._keep, config.job.task.source, exchange)
 
@@ -153,12 +172,13 @@ def _error(body: bytes) -> Any:
     return error.get("message") if isinstance(error, dict) else error
 
 
-def _piece(line: str) -> str:
-    """The text of one event of a streamed answer; "" for one without any."""
+def _piece(line: str) -> ChatAnswer:
+    """One event of a streamed answer."""
     if not line.startswith("data: {"):
-        return ""
+        return ChatAnswer()
     try:
         (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-        return str(choice["delta"].get("content") or "")
+        text, thought = (str(choice["delta"].get(key) or "") for key in ("content", "reasoning"))
+        return ChatAnswer(text, thought, choice.get("finish_reason") == "length")
     except (ValueError, TypeError, KeyError, AttributeError):
-        return ""
+        return ChatAnswer()

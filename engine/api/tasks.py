@@ -17,7 +17,7 @@ from engine.config.models import CheckpointConfig, Config, ConsistencyConfig, se
 from engine.errors import InputError
 from engine.job.traits import FrameworkTraits
 from engine.models import RunRecord
-from engine.protocol.task import API_TOKEN_ENV, BASE, Task, TaskKind, is_loopback
+from engine.protocol.task import ANSWER_TOKENS, API_TOKEN_ENV, BASE, Task, TaskKind, is_loopback
 from engine.run.journal import read_history
 from engine.run.result import StateParts
 from engine.run.run_plan import RunPlan, read_plan
@@ -100,7 +100,7 @@ def _on_hosts(config: Config, parts: StateParts) -> StateParts:
     return tuple((first[hosts.get(node, node)], folder, manifest) for node, folder, manifest in parts)
 
 
-def serve_request(host: str, port: int, max_tokens: int = 512, *, divided: bool) -> TaskRequest:
+def serve_request(host: str, port: int, max_tokens: int = ANSWER_TOKENS, *, divided: bool) -> TaskRequest:
     """`host`, `port` (0: a free one): where rank 0 listens, on its node."""
     return TaskRequest("serve", {"host": host, "port": port, "max_tokens": max_tokens}, divided=divided)
 

@@ -11,6 +11,8 @@ KEEP = 0.95
 """Least share of the gain that a fused model keeps, where no other is given."""
 SERVE_PORT = 8080
 """The same of a server's port."""
+ANSWER_TOKENS = 512
+"""The most that an answer has, where no other number is given."""
 BASE = "base"
 """The model that a server's clients name for the base model; all other names are what was trained."""
 API_TOKEN_ENV = "FLIGHTDECK_API_TOKEN"

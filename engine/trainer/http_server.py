@@ -41,7 +41,7 @@ from mlx_lm.server import (
 
 from engine.protocol.exit_codes import TrainerError
 from engine.protocol.job import JobError
-from engine.protocol.task import API_TOKEN_ENV, BASE, SERVE_PORT, Task, is_loopback
+from engine.protocol.task import ANSWER_TOKENS, API_TOKEN_ENV, BASE, SERVE_PORT, Task, is_loopback
 from engine.trainer.answers import Generator, load
 from engine.trainer.collective import Collective
 from engine.trainer.variants import broadcast_file
@@ -70,7 +70,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = SERVE_PORT
     """0: a free one."""
-    max_tokens: int = 512
+    max_tokens: int = ANSWER_TOKENS
     """The limit of a request that names none."""
 
 

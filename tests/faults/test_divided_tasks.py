@@ -234,7 +234,7 @@ class Conversation:
     async def reply(self, messages: Messages, model: str, tokens: int = TOKENS) -> str:
         pieces = self.engine.chats.reply(self.run.dir.id, messages, model=model, max_tokens=tokens)
         async with aclosing(pieces):
-            return "".join([piece async for piece in pieces])
+            return "".join([piece.text async for piece in pieces])
 
     async def two_turns(self, model: str) -> list[str]:
         answers = [await self.reply([FIRST], model)]

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from engine.api import ChatExchange, ChatServer, Engine, PublicationRequest, TaskRequest
+from engine.api import ChatAnswer, ChatExchange, ChatServer, Engine, PublicationRequest, TaskRequest
 from engine.api.queue import QueueApi
 from engine.api.runs import RunsApi
 from engine.api.session import Session
@@ -609,7 +609,7 @@ class FakeEngine:
     served_already: bool = False
     asked: list[tuple[str, list[str]]] = field(default_factory=list)
     """The model and the messages of each question of a chat."""
-    pieces: Sequence[str | FlightDeckError] = ("an answer", " of ")
+    pieces: Sequence[str | ChatAnswer | FlightDeckError] = ("an answer", " of ")
     """Of each answer, before the model's name; an error ends it."""
     kept: list[ChatExchange] = field(default_factory=list)
     why_no_tasks: str | None = None
@@ -839,13 +839,15 @@ class FakeEngine:
 
     async def reply(
         self, server: str, messages: Sequence[Mapping[str, str]], *, model: str, max_tokens: int = 512
-    ) -> AsyncIterator[str]:
+    ) -> AsyncIterator[ChatAnswer]:
         self.asked.append((model, [message["content"] for message in messages]))
         for piece in (*self.pieces, f"{model}\x1b[2J"):
             await self.served(server)
             if isinstance(piece, FlightDeckError):
                 raise piece
-            yield piece
+            yield (answer := ChatAnswer(piece) if isinstance(piece, str) else piece)
+            if answer.cut:
+                return
 
     def exchanges(self, run: str, limit: int = 100) -> list[ChatExchange]:
         return self.kept

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 from textual.widgets import Input
 
-from engine.api import ChatExchange
+from engine.api import ChatAnswer, ChatExchange
 from engine.errors import InputError, LaunchError
 from engine.models import RunState
 from engine.snapshots import RunSnapshot, TrainedFile
@@ -85,6 +85,31 @@ async def test_a_new_conversation_forgets_what_was_said(fake: FakeEngine) -> Non
         await console.press("ctrl+n", *"again", "enter")
         await console.until(lambda: len(fake.asked) == 2, "the second question")
     assert fake.asked[1] == ("trained", ["again"])
+
+
+async def test_an_answer_goes_on_where_it_began_after_a_new_conversation(fake: FakeEngine) -> None:
+    fake.serving.set()
+    fake.pieces = ("half", *[" more"] * 3)
+    async with chatting(fake) as console:
+        await console.shows("nothing was asked yet")
+        fake.serving.clear()
+        await console.press("enter", "ctrl+n")
+        await console.shows("a new conversation")
+        fake.serving.set()
+        await console.shows("trained  half more more more")
+        assert "a new conversation" in console.screen
+
+
+async def test_what_is_thought_gives_way_to_the_answer_and_one_that_is_cut_says_so(fake: FakeEngine) -> None:
+    fake.serving.set()
+    fake.pieces = (ChatAnswer(thought="\nLet me see"), ChatAnswer(cut=True))
+    async with chatting(fake) as console:
+        await console.press("enter")
+        await console.shows("trained  Let me see  (it has only thought, cut at 512 tokens)")
+        fake.pieces = (ChatAnswer(thought="Let me think"), "It is ", ChatAnswer("calm", cut=True))
+        await console.press(*"more", "enter")
+        await console.shows("trained  It is calm  (cut at 512 tokens)")
+        assert "Let me think" not in console.screen and fake.asked[1][1] == ["more"]
 
 
 async def test_earlier_exchanges_are_shown(fake: FakeEngine) -> None:

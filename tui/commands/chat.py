@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from typing import Any
 
-from engine.api import Engine, ExitCode, sanitise, sanitise_text, serve_request
+from engine.api import ChatAnswer, Engine, ExitCode, sanitise, sanitise_text, serve_request
+from engine.errors import FlightDeckError
 from tui.commands.follow import Follower, print_end
 from tui.commands.launch import begin, stop_run
 from tui.commands.tasks import until_served
@@ -47,7 +49,8 @@ def _converse(options: argparse.Namespace, engine: Engine, server: str) -> int:
 
 def _exchange(options: argparse.Namespace, engine: Engine, server: str, loop: asyncio.Runner) -> int:
     person, progress = is_person(sys.stdin), Lines(sys.stderr)
-    model, messages, exchanges = "base" if options.base else "trained", list[dict[str, str]](), list[dict[str, str]]()
+    model, messages, exchanges = "base" if options.base else "trained", list[dict[str, str]](), list[dict[str, Any]]()
+    code = ExitCode.OK
     if person:
         progress.say("/base and /trained choose who answers, /new begins anew, ctrl+d ends")
     while True:
@@ -64,23 +67,38 @@ def _exchange(options: argparse.Namespace, engine: Engine, server: str, loop: as
             progress.say(f"{sanitise(text.encode())} is no command: there are {', '.join(COMMANDS)}")
         elif text:
             messages.append({"role": "user", "content": text})
-            answer = loop.run(_answer(options, engine, server, messages, model))
-            messages.append({"role": "assistant", "content": answer})
-            exchanges.append({"model": model, "prompt": text, "answer": answer})
+            if (answer := loop.run(_answer(options, engine, server, messages, model))) is not None:
+                about = {"answer": answer.text, "thought": answer.thought, "cut": answer.cut}
+                exchanges.append({"model": model, "prompt": text, **about})
+            elif not person:
+                code = ExitCode.FAILED
+                break
     if options.json:
         print_json(exchanges)
-    return ExitCode.OK
+    return code
 
 
 async def _answer(
     options: argparse.Namespace, engine: Engine, server: str, messages: list[dict[str, str]], model: str
-) -> str:
-    """The answer, printed as it comes."""
-    pieces = []
-    async for piece in engine.chats.reply(server, messages, model=model, max_tokens=options.max_tokens):
-        pieces.append(piece)
-        if not options.json:
-            print(sanitise_text(piece), end="", flush=True)
+) -> ChatAnswer | None:
+    """The answer, printed as it comes, and behind `messages`; None where there is none, which is said."""
+    progress, answer, whole = Lines(sys.stderr), ChatAnswer(), False
+    try:
+        async for piece in engine.chats.reply(server, messages, model=model, max_tokens=options.max_tokens):
+            if piece.thought and not answer.thought:
+                progress.say("thinking")
+            answer += piece
+            if not options.json:
+                print(sanitise_text(piece.text), end="", flush=True)
+        whole, note = True, answer.note(options.max_tokens)
+    except FlightDeckError as error:
+        note = f"flightdeck: {error}"
     if not options.json:
         print(flush=True)
-    return "".join(pieces)
+    if note:
+        progress.say(note)
+    if whole and answer.text:
+        messages.append({"role": "assistant", "content": answer.text})
+    else:
+        messages.pop()
+    return answer if whole else None

@@ -20,7 +20,7 @@ from tui.glyphs import MUTED
 from tui.state import ENGINE_ERRORS
 
 if TYPE_CHECKING:
-    from engine.api import ChatExchange, ChatServer
+    from engine.api import ChatAnswer, ChatExchange, ChatServer
 
 MODELS: Final = ("trained", "base")
 _KEYS: Final = "enter ask · up prompts · tab base/trained · ctrl+n new · pgup scroll · esc"
@@ -35,7 +35,7 @@ class ChatClient(Protocol):
 
     async def await_server(self, server: str) -> None: ...
 
-    def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[str, None]: ...
+    def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[ChatAnswer, None]: ...
 
     async def abort(self, run: str, *, now: bool) -> None: ...
 
@@ -132,21 +132,24 @@ class Chat(ModalScreen[None]):
         self._shown += [_drawn("you", question), _drawn(model, "")]
         self._draw()
         self.query_one("#chat-log").anchor()
-        answer = ""
+        # More may be said behind it while it comes.
+        place, answer = len(self._shown) - 1, api.ChatAnswer()
         try:
             await self._server_ready()
             assert self._server is not None
             async with aclosing(self._client.reply(self._server.id, messages, model)) as pieces:
                 async for piece in pieces:
                     answer += piece
-                    self._shown[-1] = _drawn(model, answer)
+                    self._shown[place] = _drawn(model, answer.text, answer.thought)
                     self._draw()
+            self._shown[place] = _drawn(model, answer.text, answer.thought, answer.note())
+            self._draw()
         except ENGINE_ERRORS as error:
             self._starting = None
-            self._shown[len(self._shown) - (not answer) :] = [_drawn("error", str(error))]
+            self._shown[place + (answer != api.ChatAnswer()) : place + 1] = [_drawn("error", str(error))]
             self._say_status("enter asks again")
-        if answer and messages:
-            messages.append({"role": "assistant", "content": answer})
+        if answer.text and messages:
+            messages.append({"role": "assistant", "content": answer.text})
         else:
             del messages[-1:]
 
@@ -191,8 +194,9 @@ class Chat(ModalScreen[None]):
         self.query_one("#chat-status", Static).update(Content.styled(status, MUTED))
 
 
-def _drawn(who: str, text: str) -> Content:
-    """A message of "you", "trained", "base" or "error"."""
+def _drawn(who: str, text: str, thought: str = "", note: str = "") -> Content:
+    """A message of "you", "trained", "base" or "error"; what was thought is shown until there is a text."""
     styles = {"you": "bold", "trained": "bold $success", "base": "bold $warning", "error": "bold $error"}
     style = styles.get(who, MUTED)
-    return Content.assemble((f"{who}  ", style), api.sanitise_text(text))
+    muted = ("" if text else thought.strip()) + (f"  ({note})" if note else "")
+    return Content.assemble((f"{who}  ", style), api.sanitise_text(text), (api.sanitise_text(muted), MUTED))

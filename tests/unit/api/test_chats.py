@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import sys
 import threading
@@ -14,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+from engine.api.chats import ChatAnswer
 from engine.api.engine import Engine
 from engine.errors import InputError
 from engine.protocol.task import API_TOKEN_ENV, Task
@@ -26,8 +28,9 @@ from tui.commands.chat import chat
 PIECES = ("He", "llo", " you")
 
 
-def event(text: str) -> bytes:
-    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n"
+def event(text: str = "", thought: str = "", finish: str | None = None) -> bytes:
+    choice = {"delta": {"content": text, "reasoning": thought}, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
 class Backend:
@@ -76,7 +79,7 @@ def serving(home: Path, port: int, *, token: str | None = None, cause: str | Non
     return trained, server.close()
 
 
-async def answer(engine: Engine, server: str, questions: Sequence[str] = ("Hi",)) -> list[str]:
+async def answer(engine: Engine, server: str, questions: Sequence[str] = ("Hi",)) -> list[ChatAnswer]:
     messages = [{"role": "user", "content": question} for question in questions]
     async with aclosing(engine.chats.reply(server, messages, model="trained")) as pieces:
         return [piece async for piece in pieces]
@@ -87,12 +90,36 @@ async def test_an_answer_comes_in_pieces_and_is_kept_with_the_run_that_trained(t
         trained, server = serving(tmp_path, port)
         async with Engine(tmp_path) as engine:
             trained.directory.chat.write_text('{"model": "base"}\n')
-            assert await answer(engine, server.id) == list(PIECES)
+            assert await answer(engine, server.id) == [*map(ChatAnswer, PIECES)]
             (kept,) = engine.chats.exchanges(trained.id)
     assert (kept.model, kept.prompt, kept.answer) == ("trained", "Hi", "Hello you")
     ((head, body),) = asked.requests
     assert head.startswith("POST /v1/chat/completions ") and "authorization" not in head.lower()
     assert (body["model"], body["stream"]) == ("trained", True)
+
+
+@pytest.mark.parametrize(
+    ("events", "whole", "note"),
+    [
+        ((event(thought="Hm"), event("Hi"), event(finish="stop")), ChatAnswer("Hi", "Hm"), ""),
+        ((event("Hi"), event(finish="length")), ChatAnswer("Hi", cut=True), "cut at 512 tokens"),
+        (
+            (event(thought="Hm"), event(finish="length")),
+            ChatAnswer(thought="Hm", cut=True),
+            "it has only thought, cut at 512 tokens",
+        ),
+        ((event(finish="stop"),), ChatAnswer(), "it has answered nothing"),
+    ],
+)
+async def test_what_is_thought_is_no_text_and_an_answer_that_is_cut_says_so(
+    tmp_path: Path, events: tuple[bytes, ...], whole: ChatAnswer, note: str
+) -> None:
+    async with backend(*events, b"data: [DONE]\n\n") as (_, port):
+        trained, server = serving(tmp_path, port)
+        async with Engine(tmp_path) as engine:
+            assert sum(await answer(engine, server.id), ChatAnswer()) == whole
+            assert [kept.answer for kept in engine.chats.exchanges(trained.id)] == [whole.text] * bool(whole.text)
+    assert whole.note() == note
 
 
 async def test_the_token_goes_to_the_server_and_nowhere_else(tmp_path: Path) -> None:
@@ -110,7 +137,7 @@ async def test_an_answer_that_is_closed_ends_the_request(tmp_path: Path) -> None
         trained, server = serving(tmp_path, port)
         async with Engine(tmp_path) as engine:
             async with aclosing(engine.chats.reply(server.id, [{"content": "Hi"}], model="base")) as pieces:
-                assert await anext(aiter(pieces)) == PIECES[0]
+                assert await anext(aiter(pieces)) == ChatAnswer(PIECES[0])
             await asyncio.wait_for(asked.left.wait(), 10)
             assert engine.chats.exchanges(trained.id) == []
 
@@ -179,3 +206,27 @@ def test_the_command_reads_in_the_main_thread_so_that_an_interrupt_ends_it(monke
     with pytest.raises(KeyboardInterrupt):
         chat(Namespace(server="served", base=False, json=False), engine)
     engine.close.assert_awaited_once()
+
+
+@pytest.mark.parametrize("person", [False, True])
+def test_an_answer_that_fails_ends_the_command_where_nobody_can_ask_again(
+    person: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = list[list[str]]()
+
+    async def reply(_: str, messages: list[dict[str, str]], **__: object) -> AsyncIterator[ChatAnswer]:
+        asked.append([message["content"] for message in messages])
+        if messages[-1]["content"] == "two":
+            raise InputError("it does not answer", why="the connection was lost")
+        yield ChatAnswer("I am " + messages[-1]["content"])
+
+    engine = mock.MagicMock()
+    engine.chats.served, engine.close, engine.chats.reply = mock.AsyncMock(), mock.AsyncMock(), reply
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\nthree\n"))
+    monkeypatch.setattr("tui.commands.chat.is_person", lambda _: person)
+    code = chat(Namespace(server="served", base=False, json=True, max_tokens=512), engine)
+    done = capsys.readouterr()
+    prompts = ["one", "three"] if person else ["one"]
+    assert (code, [exchange["prompt"] for exchange in json.loads(done.out)]) == (0 if person else 1, prompts)
+    assert asked[2:] == [["one", "I am one", "three"]] * person
+    assert "flightdeck: it does not answer: the connection was lost" in done.err
