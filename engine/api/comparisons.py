@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import re
 from collections import Counter
@@ -14,7 +16,7 @@ from typing import Any, Literal, TextIO
 from engine.api.runs import RunsApi
 from engine.api.session import Session
 from engine.errors import InputError, StateError
-from engine.protocol.attempt import open_regular
+from engine.protocol.attempt import open_regular, replacing
 from engine.run.compare import ComparedRun, Comparison, compare
 from engine.run.journal import read_history
 from engine.run.json_lines import LineTail
@@ -66,17 +68,39 @@ class ComparisonsApi:
         )
 
     def export(
-        self, runs: Sequence[str], format: ExportFormat, *, folder: Path | None = None, output: TextIO | None = None
+        self,
+        runs: Sequence[str],
+        format: ExportFormat,
+        *,
+        folder: Path | None = None,
+        output: TextIO | Path | None = None,
     ) -> list[str]:
         """Write the reports of the runs, each with its run: as rows to `output`, or for TensorBoard to a folder of each
-        below `folder`. The ids. Blocking. Raises RunNotFound, InputError, StateError, OSError."""
+        below `folder`. A file that is there already stays until the new one is whole. The ids. Blocking. Raises
+        RunNotFound, InputError, StateError, OSError."""
         directories = [self._runs.find_trained(run) for run in runs]
         if output is not None:
-            _write_rows(directories, format, output)
+            with _writable(output) as file:
+                _write_rows(directories, format, file)
         elif folder is not None:
             for directory in directories:
                 write_tensorboard(directory, folder / directory.id)
         return [directory.id for directory in directories]
+
+
+@contextlib.contextmanager
+def _writable(output: TextIO | Path) -> Iterator[TextIO]:
+    if not isinstance(output, Path):
+        yield output
+    elif output.exists() and not output.is_file():
+        # A device or a pipe.
+        with output.open("w", encoding="utf-8") as file:
+            yield file
+    else:
+        with replacing(output.resolve()) as binary:
+            text = io.TextIOWrapper(binary, encoding="utf-8")
+            yield text
+            text.detach()
 
 
 def _rows(directories: Iterable[RunDir]) -> Iterator[dict[str, Any]]:
@@ -91,9 +115,10 @@ def _write_rows(directories: Sequence[RunDir], format: ExportFormat, output: Tex
         for row in _rows(directories):
             output.write(json.dumps(row) + "\n")
         return
-    # Their names first: runs report different figures, and not all at once fit into memory.
+    # Their names first: runs report different figures, and not all at once fit into memory. A run that goes on may
+    # report another one by the second reading.
     names = dict.fromkeys(name for row in _rows(directories) for name in row)
-    writer = csv.DictWriter(output, names, lineterminator="\n")
+    writer = csv.DictWriter(output, names, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(_rows(directories))
 

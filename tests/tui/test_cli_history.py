@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.api import comparisons
 from tests.tui.commands import flightdeck
 from tests.unit.run.run_maker import START, MadeRun, make_run_config, report
 
@@ -139,6 +140,22 @@ def test_runs_are_exported_as_rows_with_their_run(home: Path, runs: list[MadeRun
     file = tmp_path / "rows.csv"
     assert flightdeck(home, "export", "first", "-o", str(file)).out == f"{file}: 1 run\n"
     assert file.read_text() == done.out.replace(f"{done.out.splitlines()[2]}\n", "")
+    assert flightdeck(home, "export", "nothing", "-o", str(file)).code == 2
+    runs[0].directory.metrics.unlink()
+    runs[0].directory.metrics.mkdir()
+    assert flightdeck(home, "export", "second", "first", "-o", str(file)).code == 1
+    assert file.read_text().startswith("run,") and [path.name for path in tmp_path.iterdir()].count("rows.csv") == 1
+    assert not list(tmp_path.glob(".rows.csv*"))
+
+
+def test_a_figure_that_is_new_at_the_second_reading_stops_no_export(
+    runs: list[MadeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter(([{"run": "r", "loss": 1}], [{"run": "r", "loss": 1}, {"run": "r", "loss": 2, "speed": 3}]))
+    monkeypatch.setattr(comparisons, "_rows", lambda directories: next(readings))
+    output = io.StringIO()
+    comparisons._write_rows([], "csv", output)
+    assert output.getvalue() == "run,loss\nr,1\nr,2\n"
 
 
 def test_runs_are_exported_for_tensorboard_a_folder_each(home: Path, runs: list[MadeRun], tmp_path: Path) -> None:

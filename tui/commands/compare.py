@@ -35,8 +35,7 @@ def export(options: argparse.Namespace, engine: Engine) -> int:
         engine.comparisons.export(options.runs, options.format, output=sys.stdout)
         return ExitCode.OK
     else:
-        with options.output.open("w", encoding="utf-8") as file:
-            runs = engine.comparisons.export(options.runs, options.format, output=file)
+        runs = engine.comparisons.export(options.runs, options.format, output=options.output)
     if options.json:
         print_json({"output": options.output, "runs": runs})
     else:
