@@ -1056,7 +1056,8 @@ class FlightDeckApp(App[None]):
 
     async def _export_chart(self, chart: Chart) -> None:
         record = self.state.snapshot.record if self.state.snapshot is not None else None
-        title = f"{record.name} ({record.id})" if record is not None and self.state.view != "compare" else ""
+        title = f"{record.name} ({record.id})" if record is not None else ""
+        title = self.deck.pane("compare").title(self.state) if self.state.view == "compare" else title
 
         def write() -> Path:
             pictures = chart.read_pictures(COLUMNS)

@@ -14,12 +14,12 @@ from xml.sax.saxutils import escape
 from engine.errors import InputError
 from tui.formatting import axis_text
 from tui.glyphs import Glyphs
-from tui.widgets.chart import Picture, curve_parts, finite_heights
+from tui.widgets.chart import ChartCurve, Picture, curve_parts, finite_heights
 from tui.widgets.plot import KINDS, Axis, mark_shape, tick_texts
 
 WIDTH: Final = 1200
 HEIGHT: Final = 480
-"""Pixels of one chart; several stand one above the other."""
+"""Pixels of one chart with one row of names; several stand one above the other."""
 COLUMNS: Final = 1100
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 20, 44, 40
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5C00", "#56B4E9")
@@ -28,6 +28,8 @@ _DASHES: Final[dict[str, tuple[int, ...]]] = dict(zip(KINDS, ((), (2, 4), (9, 5)
 _INK, _GRID = "#333333", "#DDDDDD"
 _PLAIN: Final = Glyphs(ascii=True)
 _TEXT_PX: Final = 14
+_ROW_PX: Final = 20
+"""From one row of the legend to the next."""
 _PNG_SCALE: Final = 2
 NO_PNG: Final = "a PNG needs Pillow: pip install 'mlx-flightdeck[png]'"
 
@@ -65,13 +67,47 @@ def write_chart(pictures: Sequence[Picture], title: str, path: Path) -> None:
     if path.suffix == ".png" and not png_possible():
         raise InputError(NO_PNG, todo=f"{path.with_suffix('.svg').name} is written without")
     shapes: Shapes = [DrawnText((_LEFT, 18), title)]
-    for number, picture in enumerate(pictures):
-        shapes += _shapes(picture, 24 + number * HEIGHT)
-    height = 24 + HEIGHT * len(pictures)
+    height = 24
+    for picture in pictures:
+        rows = _legend_rows(picture)
+        shapes += _legend(rows, height)
+        height += _ROW_PX * (len(rows) - 1)
+        shapes += _shapes(picture, height)
+        height += HEIGHT
     if path.suffix == ".svg":
         path.write_text(_svg(shapes, height), encoding="utf-8")
     else:
         _write_png(shapes, height, path)
+
+
+def _legend_rows(picture: Picture) -> list[list[ChartCurve]]:
+    """The curves with a name, as many in a row as there is room for beside the title."""
+    room = WIDTH - _LEFT - _RIGHT - _width(picture.title)
+    rows, left = list[list[ChartCurve]]([[]]), room
+    for curve in (curve for curve in picture.curves if curve.name):
+        if rows[-1] and _width(curve.name) > left:
+            rows.append([])
+            left = room
+        rows[-1].append(curve)
+        left -= _width(curve.name)
+    return rows
+
+
+def _width(text: str) -> float:
+    """Pixels of a text and of a sample beside it, about."""
+    return _TEXT_PX * 0.6 * len(text) + 56
+
+
+def _legend(rows: Sequence[Sequence[ChartCurve]], top: float) -> Shapes:
+    shapes: Shapes = []
+    for number, row in enumerate(rows):
+        edge, base = float(WIDTH - _RIGHT), top + 20 + number * _ROW_PX
+        for curve in reversed(row):
+            colour, sample = _COLOURS[curve.place % len(_COLOURS)], edge - _width(curve.name) + 48
+            shapes.append(DrawnText((edge, base), curve.name, "end", colour))
+            shapes.append(DrawnLine([(sample - 28, base - 5), (sample, base - 5)], colour, 2, _DASHES[curve.kind]))
+            edge = sample - 48
+    return shapes
 
 
 def _shapes(picture: Picture, top: float) -> Shapes:
@@ -105,18 +141,12 @@ def _shapes(picture: Picture, top: float) -> Shapes:
             x = place((across.share(mark.x), 0))[0]
             shapes.append(DrawnLine([(x, top + _TOP), (x, bottom)], _GRID, 1.0, (3, 3)))
             shapes.append(DrawnText((x, bottom - 3), mark_shape(mark.kind, _PLAIN), "middle"))
-    edge = float(right)
-    for number, curve in reversed(list(enumerate(picture.curves))):
-        colour, dashes = _COLOURS[number % len(_COLOURS)], _DASHES[curve.kind]
+    for curve in reversed(picture.curves):
+        colour, dashes = _COLOURS[curve.place % len(_COLOURS)], _DASHES[curve.kind]
         band, line = (curve.points, curve.average) if curve.average else ((), curve.points)
         for points, width, pattern in ((band, 0.4, ()), (line, 1.6, dashes)):
             for part in curve_parts(points, across, upright):
                 shapes.append(DrawnLine(list(map(place, part)), colour, width, pattern))
-        if curve.name:
-            shapes.append(DrawnText((edge, top + 20), curve.name, "end", colour))
-            edge -= _TEXT_PX * 0.6 * len(curve.name) + 8
-            shapes.append(DrawnLine([(edge - 28, top + 15), (edge, top + 15)], colour, 2, dashes))
-            edge -= 48
     return shapes
 
 

@@ -126,6 +126,23 @@ def test_an_svg_has_each_curve_and_says_what_it_is(tmp_path: Path) -> None:
     assert sum(line.count(",") == 60 for line in lines) == 3
 
 
+def test_the_names_of_many_curves_stand_in_rows_in_colours_that_stay_theirs(tmp_path: Path) -> None:
+    names = [f"a-job-of-some-name-{number:04x}" for number in range(50)]
+    curves = tuple(SeriesCurve(name, [(1, 2.0), (9, 3.0)], [], place) for place, name in enumerate(names))
+    colours = list[dict[str, str | None]]()
+    for order in (curves, (*curves[3:], *curves[:3])):
+        write_chart([picture(SeriesChart("loss", "", "iterations", order), (1, 9))], "t", tmp_path / "c.svg")
+        root = ElementTree.parse(tmp_path / "c.svg").getroot()
+        texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
+        colours.append({text.text or "": text.get("fill") for text in texts if text.text in names})
+        places = [(float(text.get("x", 0)), float(text.get("y", 0))) for text in texts if text.text in names]
+        assert len(set(places)) == 50 and all(x > 200 and y < float(root.get("height", 0)) for x, y in places)
+        lines = [line.get("points", "") for line in root.iter("{http://www.w3.org/2000/svg}polyline")]
+        plot = [points.split()[0].split(",") for points in lines if points][-50:]
+        assert max(y for _, y in places) < min(float(y) for _, y in plot)
+    assert colours[0] == colours[1]
+
+
 def test_a_png_is_one(tmp_path: Path) -> None:
     write_chart([chart_of("rank 0", "rank 1")], "t", tmp_path / "c.png")
     data = (tmp_path / "c.png").read_bytes()

@@ -153,6 +153,10 @@ async def test_marked_runs_are_compared(
         await console.press("m")
         await console.until(lambda: "validation loss" in console.screen, "the next metric")
         assert drawn == [], "nobody sees the run's pane"
+        await console.press("P")
+        await console.until(lambda: any("saved to" in text for text in console.notifications), "the picture")
+        (file,) = (runs.home / "saved").glob("chart-*.svg")
+        assert ">compare · 2 runs<" in file.read_text()
         await console.press("escape")
         assert console.app.state.view == "history"
         await console.press("escape")

@@ -97,6 +97,8 @@ class ChartCurve:
     symbol: str = ""
     tag: str = ""
     """At its end, where there are many."""
+    place: int = 0
+    """Its style and kind stand there among all."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def picture(chart: SeriesChart, window: tuple[float, float]) -> Picture:
         )
         kind, style = list(KINDS)[number % len(KINDS)], RANK_STYLES[number % len(RANK_STYLES)]
         symbol = _SYMBOLS[number % len(_SYMBOLS)]
-        curves.append(ChartCurve(curve.label, points, style, kind, average, symbol, tags[at]))
+        curves.append(ChartCurve(curve.label, points, style, kind, average, symbol, tags[at], number))
     return Picture(chart.metric, unit, tuple(curves), window, chart.axis)
 
 
