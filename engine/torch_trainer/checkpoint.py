@@ -295,14 +295,14 @@ class StateCheckpoints:
             self._reporter.going_on()
 
     def _send(self, folder: Path, entry: FileEntry, source: int, lacking: bool) -> None:
-        send_file(folder, folder if lacking else None, entry, source)
+        send_file(folder, folder if lacking else None, entry, source, self._reporter.going_on)
         if lacking:
             self._reporter.event("fetched", path=f"{folder.name}/{entry.name}", bytes=entry.stored_bytes)
 
 
-def send_file(folder: Path, target: Path | None, entry: FileEntry, owner: int) -> None:
-    """From rank `owner`'s `folder` to the folder `target` of each rank that has one. Every rank takes part to the end;
-    then raises CheckpointError, OSError, where it has failed."""
+def send_file(folder: Path, target: Path | None, entry: FileEntry, owner: int, going_on: Callable[[], object]) -> None:
+    """From rank `owner`'s `folder` to the folder `target` of each rank that has one, where `going_on` is called at each
+    piece. Every rank takes part to the end; then raises CheckpointError, OSError, where it has failed."""
     pieces, digest = _broadcast_file(folder / entry.name, entry.stored_bytes, owner), hashlib.sha256()
     try:
         if target is not None:
@@ -312,6 +312,7 @@ def send_file(folder: Path, target: Path | None, entry: FileEntry, owner: int) -
                 for data in pieces:
                     digest.update(data)
                     file.write(data)
+                    going_on()
                 if digest.hexdigest() != entry.sha256:
                     raise CheckpointError("it has arrived damaged")
     finally:

@@ -90,7 +90,7 @@ class _Part:
     def _bring(self, entry: FileEntry, target: Path) -> None:
         leads, path = self.process.rank == 0, target / entry.name
         if self.owner > 0:
-            send_file(self.folder, target if leads else None, entry, self.owner)
+            send_file(self.folder, target if leads else None, entry, self.owner, self.process.reporter.going_on)
         elif leads:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             link(str(self.folder / entry.name), str(path))

@@ -28,11 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.safetensors import CheckpointError, check_header
-from engine.torch_trainer.checkpoint import StateManifest, _newest
+from engine.torch_trainer.checkpoint import StateManifest, _newest, send_file
 from engine.torch_trainer.model import loss_sum
 from engine.torch_trainer.train import TorchLoop, load_training
 from engine.torch_trainer.waits import WaitTimer
-from engine.training.checkpoint_files import FileEntry
+from engine.training.checkpoint_files import CHUNK_BYTES, FileEntry
 from engine.training.data import Batch
 from engine.training.process import Control, TrainingProcess
 from engine.training.reporting import Diverged, Reporter
@@ -194,6 +194,16 @@ def unreadable(loop: TorchLoop, home: Path) -> str:
     return ""
 
 
+def sent(home: Path) -> int:
+    """How often the sending of a file of three pieces shows that it goes on."""
+    (source := home / "source").mkdir()
+    (source / "file").write_bytes(content := b"x" * (2 * CHUNK_BYTES + 1))
+    pieces: list[None] = []
+    entry = FileEntry("file", sha256(content).hexdigest(), len(content), len(content), "none")
+    send_file(source, home / "target", entry, 0, lambda: pieces.append(None))
+    return len(pieces) if (home / "target" / "file").read_bytes() == content else 0
+
+
 def newest() -> list[Any]:
     """Of manifests of several attempts on the nodes' disks: the parts and their attempt, or why there is no state."""
     entry = FileEntry("state", 64 * "0", 1, 1, "none")
@@ -250,6 +260,7 @@ def ddp(home: Path, job: dict[str, Any]) -> dict[str, Any]:
         "manifest": manifest(loop, home),
         "scale": restored_scale(loop, home),
         "unreadable": unreadable(loop, home),
+        "sent": sent(home),
         "newest": newest(),
         "GPU": waits_for_the_gpu(),
         "exchanges alone": exchanges_alone(loop),

@@ -275,6 +275,10 @@ def test_a_state_that_cannot_be_read_is_refused_in_words(ddp: dict[str, Any]) ->
     assert "No such file or directory" in ddp["unreadable"]
 
 
+def test_a_file_on_its_way_to_another_rank_shows_that_it_goes_on(ddp: dict[str, Any]) -> None:
+    assert ddp["sent"] == 3
+
+
 def test_a_state_is_of_one_attempt(ddp: dict[str, Any]) -> None:
     mixed = "of attempt 1 only the manifests of rank 0 are there"
     assert ddp["newest"] == [[[2, 0]], mixed, [[2, 0], [2, 1]], [[3, 0]], "tampered with"]
