@@ -246,6 +246,9 @@ class TrainedFile:
     parts: tuple[tuple[str, str, str], ...] = ()
     """Each part of a state, newer than all such files: its node, its folder there, and the SHA-256 of its manifest."""
     iteration: int | None = None
+    divided: bool = False
+    """The model is divided over the run's nodes where it answers, as it was while it was trained: perhaps no single one
+    has room for it."""
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -791,7 +791,7 @@ class FlightDeckApp(App[None]):
             form = Choices(f"fuse {use.run}", self.state, self._text_width, forms(use))
             self.push_screen(form, lambda form: self._ask_fuse(use, form))
         elif key == "s":
-            self._ask_task(use, api.serve_request("127.0.0.1", api.SERVE_PORT, divided=False), "serve")
+            self._ask_task(use, api.serve_request("127.0.0.1", api.SERVE_PORT), "serve")
         elif key == "F":
             self._request(self.client.fetch(use.run))
         elif key == "p":

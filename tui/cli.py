@@ -25,6 +25,7 @@ Commands = Any
 _SHELLS = ("zsh", "bash", "fish")
 _QUEUE_ACTIONS = ("list", "move", "hold", "release", "cancel", "install", "uninstall")
 _STRATEGIES = get_args(Strategy)
+_DIVIDED = "over all nodes of the run, each with some layers; default: where it was trained sharded or as a pipeline"
 _WHICH_RUN = 'id, the beginning of one, name (its newest) or "last"'
 
 
@@ -760,7 +761,7 @@ def _tasks(commands: Commands) -> None:
     which = generate.add_mutually_exclusive_group()
     which.add_argument("--base", action="store_true", help="the base model in place of what was trained")
     which.add_argument("--compare", action="store_true", help="the base model, and then what was trained")
-    generate.add_argument("--divided", action="store_true", help="over all nodes of the run, each with some layers")
+    generate.add_argument("--divided", action=argparse.BooleanOptionalAction, help=_DIVIDED)
     generate.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
     generate.add_argument("--max-tokens", type=_count(1_000_000), default=256, metavar="N", help="default: 256")
     generate.add_argument("--temperature", type=_number, default=0.0, metavar="T", help="default: 0, the likeliest")
@@ -770,7 +771,7 @@ def _tasks(commands: Commands) -> None:
 
 
 def _serving(commands: Commands) -> None:
-    divided, most = "over all nodes of the run, each with some layers", f"of an answer; default: {api.ANSWER_TOKENS}"
+    most = f"of an answer; default: {api.ANSWER_TOKENS}"
     serve = _command(
         commands,
         "serve",
@@ -784,7 +785,7 @@ def _serving(commands: Commands) -> None:
     serve.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on; default: 127.0.0.1")
     what = f"default: {api.SERVE_PORT}; 0: a free one"
     serve.add_argument("--port", type=_count(65_535, least=0), default=api.SERVE_PORT, metavar="PORT", help=what)
-    serve.add_argument("--divided", action="store_true", help=divided)
+    serve.add_argument("--divided", action=argparse.BooleanOptionalAction, help=_DIVIDED)
     serve.add_argument("--max-tokens", type=_count(1_000_000), default=api.ANSWER_TOKENS, metavar="N", help=most)
     serve.add_argument("--follow", action="store_true", help="print what happens until it has ended")
     chat = _command(
@@ -799,7 +800,7 @@ def _serving(commands: Commands) -> None:
     _run(chat)
     chat.add_argument("--server", metavar="RUN", help="ask this one, in place of a server of its own")
     chat.add_argument("--base", action="store_true", help="begin with the base model")
-    chat.add_argument("--divided", action="store_true", help=divided)
+    chat.add_argument("--divided", action=argparse.BooleanOptionalAction, help=_DIVIDED)
     chat.add_argument("--max-tokens", type=_count(1_000_000), default=api.ANSWER_TOKENS, metavar="N", help=most)
 
 

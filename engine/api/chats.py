@@ -76,7 +76,7 @@ class ChatsApi:
         self._runs = runs
         self._tasks = tasks
 
-    async def serve(self, run: str, *, divided: bool = False) -> ChatServer:
+    async def serve(self, run: str, *, divided: bool | None = None) -> ChatServer:
         """The server of a run's result that is there, or a new one, whose supervisor is in charge. Raises as
         TasksApi.start."""
         source = await asyncio.to_thread(self._runs.find_trained, run)

@@ -34,8 +34,9 @@ class TaskRequest:
     kind: TaskKind
     options: Mapping[str, Any] = field(default_factory=dict)
     """Those of the kind's program."""
-    divided: bool = False
-    """Over all nodes of the run; else on the one that has what was trained, or those that have parts of it."""
+    divided: bool | None = False
+    """Over all nodes of the run; else on the one that has what was trained, or those that have parts of it. None: where
+    it was trained so."""
     saved: bool = False
     """The weights that were saved last, although a checkpoint is newer: a node that has some of it may be lost."""
 
@@ -76,7 +77,8 @@ class TasksApi:
         model = self._runs.fused(record.id) if request.kind == "evaluate" else ()
         fused = next((str(PurePath(file.path).parent) for file in model if file.node == weights.node), None)
         task = Task(request.kind, record.id, None if parts else weights.path, fused, options, [*map(list, parts)])
-        return _with_task(_as_launched(directory, plan, nodes), task, nodes, divided=request.divided)
+        divided = weights.divided if request.divided is None else request.divided
+        return _with_task(_as_launched(directory, plan, nodes), task, nodes, divided=divided)
 
 
 def _weights(directory: RunDir, plan: RunPlan, *, saved: bool = False) -> tuple[RunRecord, TrainedFile]:
@@ -100,7 +102,7 @@ def _on_hosts(config: Config, parts: StateParts) -> StateParts:
     return tuple((first[hosts.get(node, node)], folder, manifest) for node, folder, manifest in parts)
 
 
-def serve_request(host: str, port: int, max_tokens: int = ANSWER_TOKENS, *, divided: bool) -> TaskRequest:
+def serve_request(host: str, port: int, max_tokens: int = ANSWER_TOKENS, *, divided: bool | None = None) -> TaskRequest:
     """`host`, `port` (0: a free one): where rank 0 listens, on its node."""
     return TaskRequest("serve", {"host": host, "port": port, "max_tokens": max_tokens}, divided=divided)
 

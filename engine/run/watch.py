@@ -205,10 +205,12 @@ class RunWatch:
         if weights is None:
             return None
         name, path, size, iteration = weights[0], PurePosixPath(weights[1]), *weights[2:4]
-        unserved = config.job.kind.framework.unserved
+        unserved, partitioned = config.job.kind.framework.unserved, config.job.kind.strategy.partitioned
+        # MLX has no send and recv for nccl.
+        divided = unserved is None and partitioned and len(config.nodes) > 1 and self._history.record.backend != "nccl"
         if parts := weights[4]:
             command = f"flightdeck generate {self._rundir.id} -p Hello"
-            return TrainedFile(str(path), size, name, command, unserved, parts, iteration)
+            return TrainedFile(str(path), size, name, command, unserved, parts, iteration, divided)
         node = next((node for node in config.nodes if node.name == name), None)
         if node is None:
             # Of a plan that was written anew or damaged.
@@ -222,7 +224,7 @@ class RunWatch:
             "torch": ["-c", _GENERATE.format(str(path.parent if adapters else path))],
         }
         argv = [node.python, *generate[config.job.framework]]
-        return TrainedFile(str(path), size, name, " ".join(map(quoted, argv)), unserved, (), iteration)
+        return TrainedFile(str(path), size, name, " ".join(map(quoted, argv)), unserved, (), iteration, divided)
 
     def result(self) -> RunResult:
         """The result so far, as of the last poll."""

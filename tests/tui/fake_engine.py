@@ -828,7 +828,7 @@ class FakeEngine:
         finally:
             self.listeners -= 1
 
-    async def serve(self, run: str, *, divided: bool = False) -> ChatServer:
+    async def serve(self, run: str, *, divided: bool | None = None) -> ChatServer:
         if self.refusal is not None:
             raise self.refusal
         return ChatServer(f"{run}-serve", started=not self.served_already)

@@ -47,7 +47,7 @@ async def test_u_lists_what_a_result_is_good_for(fake: FakeEngine, size: tuple[i
         (("f", "b"), TaskRequest("fuse", {"keep": 0.95})),
         (("f", "d"), TaskRequest("fuse", {"keep": 0.95, "dequantize": True})),
         (("f", "4"), TaskRequest("fuse", {"keep": 0.95, "bits": 4})),
-        (("s",), TaskRequest("serve", {"host": "127.0.0.1", "port": 8080, "max_tokens": 512})),
+        (("s",), TaskRequest("serve", {"host": "127.0.0.1", "port": 8080, "max_tokens": 512}, divided=None)),
     ],
 )
 async def test_a_task_is_started_after_a_confirmation_and_shown(
@@ -127,6 +127,18 @@ async def test_what_was_fused_is_published_although_a_checkpoint_alone_was_left(
         await console.press("u")
         await console.shows("publish    for LM Studio")
         assert f"fetch      not now: {alone}" in console.screen
+
+
+async def test_what_was_trained_in_parts_is_served_in_parts_and_that_is_said(fake: FakeEngine) -> None:
+    source = fake_engine.trained()
+    assert source.trained is not None
+    fake.add(replace(source, trained=replace(source.trained, divided=True)))
+    async with showing(fake, size=WIDE) as console:
+        await console.press("u")
+        await console.shows("ask it, beside its base model, its layers divided over")
+        await console.press("s")
+        await console.shows("one request at a time: its layers are")
+        assert "on            local-0, local-1 " in console.screen
 
 
 async def test_what_cannot_be_served_can_still_be_evaluated(fake: FakeEngine) -> None:

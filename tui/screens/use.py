@@ -138,9 +138,14 @@ class RunUse:
     def node(self) -> str:
         return next(iter(self.nodes), "")
 
+    @property
+    def divided(self) -> bool:
+        return self.snapshot.trained is not None and self.snapshot.trained.divided
+
     def on(self, kind: str) -> str:
         """The nodes that the task runs on: an evaluation is divided over all of the run."""
-        divided = [rank.node for rank in self.snapshot.ranks] if kind == "evaluate" else ()
+        everywhere = kind == "evaluate" or (kind == "serve" and self.divided)
+        divided = [rank.node for rank in self.snapshot.ranks] if everywhere else ()
         return ", ".join(dict.fromkeys((*self.nodes, *divided)))
 
 
@@ -160,8 +165,9 @@ def uses(use: RunUse, running: RunRecord | None, busy: str | None) -> list[Dialo
     no_chat = no_server or (None if served else taken)
     task = use.why_no_tasks or taken
     fused = any(model.accepted for model in use.fused)
+    divided = f", its layers divided over {use.on('serve')}" if use.divided else ""
     return [
-        DialogChoice("c", "chat", "ask it, beside its base model", no_chat),
+        DialogChoice("c", "chat", f"ask it, beside its base model{divided}", no_chat),
         DialogChoice("e", "evaluate", "loss and perplexity, beside the base model's", task),
         DialogChoice("f", "fuse", f"into one model on {use.node}, and measure what is kept of the gain", task),
         DialogChoice(
@@ -210,11 +216,18 @@ _EFFECTS: Final = {
 }
 
 
+_DIVIDED: Final = ", one request at a time: its layers are divided over these nodes, as they were in the training"
+
+
 def confirm_task(kind: str, use: RunUse, command: str, width: int) -> Confirm:
     lines = [
         pair("run", use.run, width, style="bold"),
         pair("on", use.on(kind), width),
-        pair("effect", _EFFECTS[kind].format(node=use.node), width),
+        pair(
+            "effect",
+            _EFFECTS[kind].format(node=use.node) + (_DIVIDED if kind == "serve" and use.divided else ""),
+            width,
+        ),
         pair("lasts", "until ctrl+x stops it" if kind == "serve" else "its nodes are taken until its end", width),
         pair("command", f"flightdeck {command} {use.run}", width),
         pair("then", "it is shown as a run of its own; esc leads back to this one", width),

@@ -96,6 +96,15 @@ async def test_undivided_it_runs_where_the_weights_are(tmp_path: Path, strategy:
     assert config.job.strategy == alone
 
 
+@pytest.mark.parametrize(("strategy", "nodes"), [("sharded", 2), ("pipeline", 2), ("data", 1), ("local", 1)])
+async def test_what_was_trained_in_parts_answers_in_parts(tmp_path: Path, strategy: Strategy, nodes: int) -> None:
+    run = trained(tmp_path, strategy)
+    for kind in ("serve", "generate"):
+        config = await start(tmp_path, run.id, kind, options={"host": "127.0.0.1"}, divided=None)
+        assert len(config.nodes) == nodes, kind
+    assert len((await start(tmp_path, run.id, "generate", divided=False)).nodes) == 1
+
+
 @pytest.mark.parametrize(("name", "served"), [("job", "job"), ("base", "base-trained")])
 async def test_no_run_is_served_by_the_name_of_the_base_model(tmp_path: Path, name: str, served: str) -> None:
     run = MadeRun(tmp_path, name=name).attempt().append(SAVED).state("running", "succeeded", reason="completed").close()
