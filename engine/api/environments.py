@@ -25,7 +25,7 @@ from engine.cluster.environments import (
 )
 from engine.cluster.staging import gather_all
 from engine.cluster.transfer import Spread, read_manifest
-from engine.cluster.wheels import fetch_wheels, given_requirements, installed_here
+from engine.cluster.wheels import fetch_wheels, given_requirements, installed_here, wheels_name
 from engine.config.edit import write_pythons
 from engine.config.load import load_config
 from engine.config.models import Config, NodeConfig
@@ -70,7 +70,7 @@ class EnvironmentsApi:
                     report(CopyProgress(plan.node, note=text, failed=failed))
 
                 async def send_wheels(node: NodeConfig, folder: str) -> None:
-                    if (key := f"{plan.id} {plan.base}") not in downloads:
+                    if (key := wheels_name(plan)) not in downloads:
                         fetch = fetch_wheels(config, plan, self._session.home / "wheels", tell)
                         downloads[key] = asyncio.create_task(fetch)
                     manifest = await read_manifest(fleet, THIS_MACHINE, str(await downloads[key]))

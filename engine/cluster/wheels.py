@@ -4,12 +4,15 @@ reaches no package index."""
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import filecmp
 import importlib.metadata
 import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -25,6 +28,7 @@ from engine.protocol.attempt import write_atomic
 from engine.security.redact import redact
 
 _DOWNLOAD_LIMIT_S = 7200.0
+_LOCK_AGAIN_S = 1.0
 _OLDEST_GLIBC = 17
 """The minor version of manylinux2014's, the oldest that wheels are made for by now."""
 
@@ -65,28 +69,62 @@ def given_requirements(config: Config) -> list[str] | None:
     return list(given) if given is not None else None
 
 
+def wheels_name(plan: EnvironmentPlan) -> str:
+    """Environments with the same one have the same wheels."""
+    assert plan.base is not None
+    return f"{plan.id}-{wheel_platforms(plan.base)[0]}"
+
+
 async def fetch_wheels(config: Config, plan: EnvironmentPlan, cache: Path, on_line: Callable[[str], None]) -> Path:
     """The folder with all wheels that the plan needs: kept in `cache` from an earlier time, else from [environment]
     wheels, or by this machine's pip from its index. Raises LaunchError, OSError."""
-    assert plan.base is not None
-    platforms, source = wheel_platforms(plan.base), config.environment.wheels
-    folder = cache / f"{plan.id}-{platforms[0]}"
-    part, listed = folder.with_suffix(".part"), folder.with_suffix(".txt")
-    if source is None and folder.is_dir():
+    folder, source = cache / wheels_name(plan), config.environment.wheels
+    part = folder.with_suffix(".part")
+    make_private(cache)
+    with folder.with_suffix(".lock").open("ab") as lock:
+        await _locked(lock, on_line)
+        if source is None and folder.is_dir():
+            return folder
+        await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
+        make_private(part)
+        await _download(config, plan, part, on_line)
+        # Another process may be sending the same.
+        same = await asyncio.to_thread(_is_same, part, folder)
+        await asyncio.to_thread(shutil.rmtree, part if same else folder, ignore_errors=True)
+        if not same:
+            part.replace(folder)
         return folder
-    for old in (part, folder):
-        await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
-    await asyncio.to_thread(make_private, part)
-    write_atomic(listed, "\n".join(plan.requirements) + "\n")
+
+
+async def _locked(lock: BinaryIO, on_line: Callable[[str], None]) -> None:
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_line("the wheels are being loaded for another: waiting")
+            await asyncio.sleep(_LOCK_AGAIN_S)
+
+
+def _is_same(part: Path, folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    names, there = (sorted(file.name for file in one.iterdir()) for one in (part, folder))
+    return names == there and filecmp.cmpfiles(part, folder, names)[0] == names
+
+
+async def _download(config: Config, plan: EnvironmentPlan, part: Path, on_line: Callable[[str], None]) -> None:
+    assert plan.base is not None
+    source, listed = config.environment.wheels, part.with_suffix(".txt")
     argv = [*await _pip(), "download", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     argv += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", plan.base.minor]
-    argv += [*(f"--platform={platform}" for platform in platforms), "--dest", str(part), "-r", str(listed)]
+    argv += [*(f"--platform={one}" for one in wheel_platforms(plan.base)), "--dest", str(part), "-r", str(listed)]
     if config.environment.requirements is None:
         # They name all: pip would ask for what packages need on this machine.
         argv.append("--no-deps")
     if source is not None:
         argv += ["--no-index", "--find-links", resolved(source, config.folder)]
     settings = {"PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": ""} if source is not None else {}
+    write_atomic(listed, "\n".join(plan.requirements) + "\n")
     try:
         done = await LocalTransport().run(argv, timeout_s=_DOWNLOAD_LIMIT_S, environment=settings, on_line=on_line)
     finally:
@@ -96,7 +134,6 @@ async def fetch_wheels(config: Config, plan: EnvironmentPlan, cache: Path, on_li
         why = redact(done.exit_output) if done.code is not None else f"{_DOWNLOAD_LIMIT_S:g} s are over"
         todo = "name a folder that has them all as `wheels` of [environment]"
         raise LaunchError("this machine cannot get the wheels", where=source or "", why=why, todo=todo)
-    return part.replace(folder)
 
 
 async def _pip() -> list[str]:

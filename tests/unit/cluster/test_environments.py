@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 
 from engine.cluster.environments import BasePython, NodePythons, choose_minor, parse_pythons, plan_environment
 from engine.cluster.transport.base import Completed
-from engine.cluster.wheels import given_requirements, installed_here, wheel_platforms
+from engine.cluster.wheels import fetch_wheels, given_requirements, installed_here, wheel_platforms, wheels_name
 from engine.config.edit import write_pythons
 from engine.config.load import load_config
 from engine.config.models import Config, NodeConfig
 from engine.errors import ConfigError, InputError
+from tests.wheels import write_wheel
 
 NODE = NodeConfig(name="ana", ssh="ana@mac.local", python="python3", workdir="~")
 
@@ -156,3 +158,22 @@ def test_a_password_is_refused_in_the_list_and_taken_from_a_file(tmp_path: Path)
     assert given_requirements(of_file) == lines and "hunter22" not in of_file.model_dump_json()
     public = "--index-url https://index.local/simple"
     assert config(tmp_path, f'requirements = ["{public}"]').environment.requirements == (public,)
+
+
+async def test_two_that_need_the_same_wheels_at_once_get_them_from_one_folder(tmp_path: Path) -> None:
+    write_wheel(tmp_path / "wheels", "tiny", "1.0")
+    ours = config(tmp_path, 'requirements = ["tiny==1.0"]\nwheels = "wheels"')
+    rows = (f"3.12.{patch} darwin arm64 15.{patch}" for patch in (5, 6))
+    plans = [plan_environment(NODE, seen({"/a": row}), "3.12", lambda _: ["tiny==1.0"]) for row in rows]
+    assert len({wheels_name(plan) for plan in plans}) == 1
+    folders = await asyncio.gather(*(fetch_wheels(ours, plan, tmp_path / "cache", print) for plan in plans))
+    assert folders[0] == folders[1]
+    sent = (folders[0] / "tiny-1.0-py3-none-any.whl").stat().st_ino
+    assert await fetch_wheels(ours, plans[0], tmp_path / "cache", print) == folders[0]
+    assert (folders[0] / "tiny-1.0-py3-none-any.whl").stat().st_ino == sent, "what another may be sending stays"
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {"", ".lock"}
+    write_wheel(tmp_path / "wheels", "tiny", "1.0", content={"tiny.py": "another = 1"})
+    await fetch_wheels(ours, plans[0], tmp_path / "cache", print)
+    assert (folders[0] / "tiny-1.0-py3-none-any.whl").read_bytes() == (
+        tmp_path / "wheels" / "tiny-1.0-py3-none-any.whl"
+    ).read_bytes()
