@@ -82,9 +82,10 @@ async def read_manifest(
 async def next_report(probe: AgentRequest, node: NodeConfig, silence_s: float = _SILENCE_S) -> dict[str, Any]:
     """The next line. Raises TransferRefused for a `problem`, LaunchError, NodeUnreachable."""
     line = await probe.next_line(silence_s)
+    if isinstance(line, RequestEnded):
+        raise LaunchError("what was started has ended there", where=node.name, why=plain(line.stderr, 300))
     if not isinstance(line, bytes):
-        why = line.stderr if isinstance(line, RequestEnded) else str(line)
-        raise LaunchError("what was started has ended there", where=node.name, why=plain(why, 300))
+        raise LaunchError(f"it has reported nothing for {silence_s:.0f} s", where=node.name)
     report = json_object(json_or_none(line))
     if (problem := report.get("problem")) is not None:
         raise TransferRefused(plain(problem, 300), where=node.name)

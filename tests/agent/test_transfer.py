@@ -12,10 +12,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from engine.cluster.agent_client import THIS_MACHINE, AgentRequest
+from engine.cluster.transfer import next_report
+from engine.errors import LaunchError
+from engine.models import Late
 from engine.protocol.manifest import CopyFile, HubName
 from tests.model_copies import COMMIT, cache_files, git_digest
 
@@ -249,3 +253,12 @@ def test_a_second_transfer_to_a_place_waits_for_the_first(machines: Machines) ->
     first.send({"upstreams": [("127.0.0.1", port)]})
     check_whole(first)
     check_whole(second)
+
+
+async def test_a_node_that_reports_nothing_has_not_ended() -> None:
+    class Silent:
+        async def next_line(self, timeout_s: float) -> Late:
+            return Late(command="the probe", after_s=timeout_s)
+
+    with pytest.raises(LaunchError, match="reported nothing for 60 s"):
+        await next_report(cast(AgentRequest, Silent()), THIS_MACHINE)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from engine.node.hub_cache import (
 )
 from engine.node.probes import nearest, reason_of
 from engine.node.probes.model_files import CONFIGURATION
-from engine.node.transfer import hash_file, served
+from engine.node.transfer import BLOCK, digest_of, served
+from engine.protocol.attempt import open_regular
 from engine.protocol.manifest import CopyFile, HubName
 
 _FOLDERS = ("~/models", "~/Models", "~/.lmstudio/models", "~/.cache/lm-studio/models")
 """Where people and LM Studio keep models, one or two levels deep."""
 _MOST = 500
+_REPORT_S = 2.0
 
 
 def probe_copies(request_text: str) -> dict[str, Any]:
@@ -107,14 +110,28 @@ def _manifest(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             continue
         size, digest = path.stat().st_size, blob_digest(path) if revision is not None else None
         if digest is None or request.get("verify"):
-            content = hash_file(path, CopyFile(name, size, digest or "0" * 64)).hexdigest()
+            content = yield from _hash(path, CopyFile(name, size, digest or "0" * 64), hashed)
             if digest not in (None, content):
                 damaged.append(name)
             digest, hashed = digest or content, hashed + size
-            yield {"hashed": hashed}
         files.append(CopyFile(name, size, digest))
     path = folder.parent if single else folder
     yield {"path": str(path), "revision": revision, "refs": refs, "files": files, "damaged": damaged}
+
+
+def _hash(path: Path, file: CopyFile, hashed: int) -> Generator[dict[str, Any], None, str]:
+    """Its hash; how much was `hashed`, with what was before it, at its end and before the head takes this for hung."""
+    digest, at = digest_of(len(file.digest), file.size), time.monotonic()
+    with open_regular(path) as content:
+        for block in iter(lambda: content.read(BLOCK), b""):
+            digest.update(block)
+            hashed += len(block)
+            if time.monotonic() - at > _REPORT_S:
+                yield {"hashed": hashed}
+                at = time.monotonic()
+    yield {"hashed": hashed}
+    hexadecimal: str = digest.hexdigest()
+    return hexadecimal
 
 
 def probe_remove_copy(request_text: str) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from engine.node import probes
 from engine.node.hub_cache import hub_cache, login_environment
-from engine.node.probes.copies import probe_copies
-from engine.protocol.manifest import HubName, copy_files, hub_name
+from engine.node.probes.copies import probe_copies, probe_manifest
+from engine.protocol.manifest import CopyFile, HubName, copy_files, hub_name
 from tests.model_copies import COMMIT, cache_files
 from tests.model_files import llama_files
 
@@ -98,6 +100,14 @@ def test_the_cache_is_where_the_login_shell_has_it(tmp_path: Path, monkeypatch: 
 )
 def test_names_of_the_hub(text: str, name: HubName | None) -> None:
     assert hub_name(text) == name
+
+
+def test_how_much_was_hashed_is_reported_within_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes.copies, "_REPORT_S", -1.0)
+    (tmp_path / "weights").write_bytes(content := os.urandom(5 << 19))
+    *reports, manifest = probe_manifest(json.dumps({"folder": str(tmp_path)}))
+    assert [report["hashed"] for report in reports] == [1 << 20, 2 << 20, 5 << 19, 5 << 19]
+    assert manifest["files"] == [CopyFile("weights", len(content), hashlib.sha256(content).hexdigest())]
 
 
 def test_a_manifest_is_read() -> None:
