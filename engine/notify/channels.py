@@ -1,7 +1,7 @@
 """The channels of [notify], by the standard library: a desktop's notifications, a command, webhooks; and Apprise.
 
-A channel has three tries when it does not answer or has a fault of its own, and one when it refuses. Answers are shown
-without secrets, which addresses often are."""
+A channel has three tries when it is not reached or has a fault of its own, and one when it refuses, or takes a
+notification and does not answer. Answers are shown without secrets, which addresses often are."""
 
 from __future__ import annotations
 
@@ -168,11 +168,14 @@ def _post(webhook: WebhookConfig, news: Notification) -> str:
             text = text or last_line(error.read(500).decode(errors="replace"))
         again = error.code >= 500 or error.code == 429
         raise NotSentError(f"{host} answered {error.code}" + (f": {text}" if text else ""), again=again) from None
+    except URLError as error:
+        # urllib makes one of a fault before all was sent.
+        why = getattr(error.reason, "strerror", 0) or error.reason
+        raise NotSentError(f"{host} cannot be reached: {why}", again=True) from None
     except (OSError, http.client.HTTPException) as error:
-        reason = error.reason if isinstance(error, URLError) else error
-        raise NotSentError(
-            f"{host} cannot be reached: {getattr(reason, 'strerror', 0) or reason}", again=True
-        ) from None
+        late = isinstance(error, TimeoutError)
+        why = f"no answer within {_HTTP_LIMIT_S:.0f} s" if late else getattr(error, "strerror", 0) or error
+        raise NotSentError(f"{host} took it perhaps: {why}") from None
     except ValueError:
         # Whose text has the value.
         raise NotSentError("its url or token has characters that HTTP does not allow") from None

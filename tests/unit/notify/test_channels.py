@@ -91,7 +91,9 @@ def test_a_server_that_never_answers_and_one_that_is_not_there_are_given_up(
 ) -> None:
     monkeypatch.setattr(channels, "_HTTP_LIMIT_S", 0.2)
     server.silent = threading.Event()
-    assert not answer(configured(tmp_path, **hook(server.url))).sent
+    late = answer(configured(tmp_path, **hook(server.url)))
+    assert late == ChannelAnswer("webhook 1", False, "127.0.0.1 took it perhaps: no answer within 0 s")
+    assert len(server.requests) == 1, "it has come"
     monkeypatch.setattr(channels, "_TOTAL_LIMIT_S", 0.1)
     monkeypatch.setattr(channels, "_HTTP_LIMIT_S", 60.0)
     assert answer(configured(tmp_path, **hook(server.url))).answer == "no answer within 0 s"
