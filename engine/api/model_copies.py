@@ -109,7 +109,9 @@ class ModelsApi:
         asked = name if name.startswith(("/", "~/")) else _hub(name, "dataset" if dataset else "model")
         agent = self._session.fleet.agent(target)
         (copies,) = [await copies_of(agent, [asked] if isinstance(asked, HubName) else (), [posixpath.dirname(name)])]
-        listed = [copy for copy in copies.copies if copy.name == getattr(asked, "name", None) or copy.path == name]
+        # The node tells whole paths, and its home is not known here.
+        is_there = (lambda path: path.endswith(name[1:])) if name.startswith("~/") else name.__eq__
+        listed = [copy for copy in copies.copies if copy.name == getattr(asked, "name", None) or is_there(copy.path)]
         if copies.problem or not listed:
             raise InputError(f"{node} has no {name}", why=copies.problem or "", todo="see `flightdeck models`")
         paths = [copy.path for copy in listed]
@@ -117,7 +119,7 @@ class ModelsApi:
             if _reads(used, target.ssh, asked, paths):
                 raise InputError(f"{name} is in use on {node}", why=why, todo="wait, or abort or cancel it")
         audit_log("models", "removed", {"name": name, "node": node}, home=self._session.home)
-        request = {"repository": asked} if isinstance(asked, HubName) else {"folder": listed[0].path}
+        request = {"repository": asked} if isinstance(asked, HubName) else {"folder": name}
         report = await agent.probe("remove_copy", json.dumps(request), result_type=RemovedCopy, timeout_s=_REMOVE_S)
         removed = value_of(report, target)
         if removed.problem is not None:

@@ -56,6 +56,20 @@ async def test_what_a_queued_item_names_or_reads_is_kept_and_anything_else_remov
     assert not snapshot.exists()
 
 
+async def test_a_folder_of_a_nodes_home_is_removed_by_the_name_that_a_push_gives_it(
+    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (pushed := tmp_path / "models/tiny", other := tmp_path / "x/models/tiny"):
+        folder.mkdir(parents=True)
+        for name, content in llama_files().items():
+            (folder / name).write_bytes(content)
+    async with Engine(tmp_path / "home") as engine:
+        with pytest.raises(InputError, match="has no ~/models/small"):
+            await engine.models.remove(config(tmp_path, "m"), "~/models/small", "here")
+        assert await engine.models.remove(config(tmp_path, str(other)), "~/models/tiny", "here")
+        assert not pushed.exists() and other.exists()
+
+
 @pytest.mark.parametrize(("path", "kept"), [("/home/ana/models/x", True), ("/home/ana/models/y", False)])
 def test_a_folder_that_a_run_names_below_the_nodes_home_is_in_use(tmp_path: Path, path: str, kept: bool) -> None:
     toml = '[[node]]\nname = "ana"\nssh = "ana"\npython = "/p"\n[job]\nmodel = "~/models/x/"\ndata = "~/data"\n'
