@@ -61,7 +61,12 @@ def made_environment() -> Iterator[dict[str, Any]]:
                 yield {"line": "another head makes it: waiting for its end"}
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / MARKER).is_file():
-                yield from _make(folder, request, reaper)
+                try:
+                    yield from _make(folder, request, reaper)
+                except Exception:
+                    # Of no use to another try, and nothing lists it.
+                    shutil.rmtree(folder, ignore_errors=True)
+                    raise
             if request["wheels"]:
                 # Also where another head has made it meanwhile.
                 shutil.rmtree(Path(request["wheels"]).expanduser(), ignore_errors=True)

@@ -75,6 +75,16 @@ def test_it_is_made_of_what_came_over_its_stdin_and_then_is_there(tmp_path: Path
     assert not has_secret(tmp_path / "node")
 
 
+def test_one_that_cannot_be_made_leaves_nothing(tmp_path: Path, uv: Path) -> None:
+    folder = tmp_path / "node" / "0123456789abcdef"
+    uv.write_text(uv.read_text() + "echo no such package; exit 1\n")
+    with probe(folder, uv) as process:
+        while "line" in (answer := report(process)):
+            assert folder.exists()
+    assert "no such package" in answer["problem"]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.with_suffix(".lock").name]
+
+
 def test_one_that_is_killed_while_it_waits_for_another_has_left_no_requirements(tmp_path: Path, uv: Path) -> None:
     folder = tmp_path / "node" / "0123456789abcdef"
     folder.parent.mkdir()
