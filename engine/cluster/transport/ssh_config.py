@@ -23,6 +23,7 @@ _NAME = re.compile(rf"{_HOST}|\[{_HOST}\]:[0-9]{{1,5}}")
 _KEY = re.compile(r"[a-z][a-z0-9@.-]* [A-Za-z0-9+/]+={0,2}")
 CONFIG_VARIABLE = "FLIGHTDECK_SSH_CONFIG"
 """An ssh_config to use in place of ~/.ssh/config and /etc/ssh/ssh_config."""
+_SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
 
 
 _USUAL_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
@@ -35,7 +36,7 @@ OWN_KNOWN_HOSTS = "known_hosts"
 def _config_files() -> list[Path]:
     """The ssh_config files that count, the first value of an option wins."""
     given = os.environ.get(CONFIG_VARIABLE)
-    return [Path(name).expanduser() for name in ([given] if given else ["~/.ssh/config", "/etc/ssh/ssh_config"])]
+    return [Path(given).expanduser()] if given else [Path("~/.ssh/config").expanduser(), _SYSTEM_CONFIG]
 
 
 def ssh_configs() -> list[Path]:
@@ -96,29 +97,48 @@ def ssh_hosts(paths: Sequence[Path] | None = None) -> list[SshHost]:
     neither)."""
     hosts: dict[str, SshHost] = {}
     for path in ssh_configs() if paths is None else paths:
-        _read(path, hosts, [], 0)
+        _read(path, hosts, [], _include_folder(path), 0)
     # Git's servers let nobody train on them.
     return [host for host in hosts.values() if host.user != "git"]
 
 
-def _read(path: Path, hosts: dict[str, SshHost], section: list[SshHost], depth: int) -> None:
-    """Adds the file's entries to `hosts`. `section` are those that its first lines belong to."""
+def _read(path: Path, hosts: dict[str, SshHost], section: list[SshHost], folder: Path, depth: int) -> None:
+    """Adds the file's entries to `hosts`. `section` are those that its first lines belong to, `folder` that of relative
+    Includes."""
     for keyword, words in _settings(path):
         if keyword == "host":
             section = _section(words, hosts)
         elif keyword == "match":
             section = []
         elif keyword == "include" and depth < _DEPTH:
-            for name in words:
-                # A relative one is below ~/.ssh; that of a user who does not exist is no fault.
-                pattern = str(Path.home() / ".ssh" / os.path.expanduser(name))  # noqa: PTH111
-                for file in sorted(glob.glob(pattern)):  # noqa: PTH207  (absolute patterns)
-                    _read(Path(file), hosts, section, depth + 1)
+            for file in _included(words, folder):
+                _read(file, hosts, section, folder, depth + 1)
         elif words and keyword in ("hostname", "user", "port"):
             for host in section:
                 # The first value counts, as in ssh.
                 if getattr(host, keyword) is None:
                     setattr(host, keyword, words[0])
+
+
+def _include_folder(path: Path) -> Path:
+    return path.parent if path == _SYSTEM_CONFIG else Path.home() / ".ssh"
+
+
+def _included(words: list[str], folder: Path) -> list[Path]:
+    """The files of an Include; that in the home of a user who does not exist is no fault."""
+    patterns = (str(folder / os.path.expanduser(name)) for name in words)  # noqa: PTH111
+    return [Path(file) for pattern in patterns for file in sorted(glob.glob(pattern))]  # noqa: PTH207
+
+
+def _known_hosts_named(path: Path, folder: Path, depth: int = 0) -> list[str]:
+    """Every UserKnownHostsFile in a file and what it includes, for whatever host."""
+    names = list[str]()
+    for keyword, words in _settings(path):
+        if keyword == "userknownhostsfile":
+            names += words
+        elif keyword == "include" and depth < _DEPTH:
+            names += (name for file in _included(words, folder) for name in _known_hosts_named(file, folder, depth + 1))
+    return names
 
 
 def _settings(path: Path) -> list[tuple[str, list[str]]]:
@@ -174,9 +194,8 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
     besides. Raises InputError for paths that no ssh_config can hold, OSError."""
     theirs = _config_files()
     ours = str(home / OWN_KNOWN_HOSTS).replace("%", "%%")
-    # Every UserKnownHostsFile that the user's files name, for whatever host: ours would otherwise hide them.
-    settings = (setting for file in theirs for setting in _settings(file))
-    named = [name for keyword, words in settings if keyword == "userknownhostsfile" for name in words]
+    # Ours would otherwise hide them.
+    named = [name for file in theirs for name in _known_hosts_named(file, _include_folder(file))]
     usual = [name for name in (*named, *_USUAL_KNOWN_HOSTS) if name.lower() != "none"]
     known_hosts = dict.fromkeys([ours, *usual])
     options = [

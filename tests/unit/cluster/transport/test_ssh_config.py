@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.cluster.transport import ssh_config
 from engine.cluster.transport.ssh_config import (
     SshHost,
     add_known_host,
@@ -122,6 +123,21 @@ def test_match_blocks_belong_to_no_host_and_are_not_run(tmp_path: Path) -> None:
     config = written(tmp_path / "config", f'Host a\nMatch exec "touch {ran}"\n  User evil\nHost b\n  User bea\n')
     assert ssh_hosts([config]) == [SshHost("a"), SshHost("b", user="bea")]
     assert not ran.exists()
+
+
+def test_includes_of_the_system_are_beside_it_and_their_known_hosts_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(ssh_config, "_SYSTEM_CONFIG", written(tmp_path / "etc/ssh_config", "Include conf.d/*\n"))
+    written(tmp_path / "etc/conf.d/one", "Host one\n  UserKnownHostsFile /etc/ours\nInclude conf.d/more/*\n")
+    written(tmp_path / "etc/conf.d/more/two", "Host two\n")
+    written(tmp_path / ".ssh/config", "Include mine\n")
+    written(tmp_path / ".ssh/mine", "UserKnownHostsFile ~/.ssh/kept\n")
+    assert ssh_hosts() == [SshHost("one"), SshHost("two")]
+    write_openssh_config(tmp_path / "written", tmp_path / "home")
+    (line,) = [line for line in (tmp_path / "written").read_text().splitlines() if "UserKnownHostsFile" in line]
+    assert line.split()[2:4] == ["~/.ssh/kept", "/etc/ours"]
 
 
 def test_include_is_followed_from_the_folder_of_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
