@@ -23,7 +23,7 @@ from engine.checks.dataset import DataInspection
 from engine.checks.placement import hub_names
 from engine.cluster.discovery import FoundHost, FoundPython, draft_nodes, find_python, hosts_from_names
 from engine.cluster.transport.ssh_config import OWN_KNOWN_HOSTS
-from engine.config.documents import read_text
+from engine.config.documents import in_form_of, read_text
 from engine.config.draft import draft, find_job, find_yaml, is_beside, split_subset, write_draft
 from engine.config.load import load_config
 from engine.config.models import Config, FineTuneType
@@ -112,7 +112,7 @@ class SetupApi:
         with contextlib.suppress(OSError, ValueError):
             return SetupChoices.model_validate_json(read_regular(self._kept(target)))
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            document = tomllib.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
+            document = tomllib.loads(target.read_text(encoding="utf-8-sig")) if target.exists() else {}
             nodes = tuple(str(node.get("ssh", "127.0.0.1")) for node in document.get("node", ()))
             job = document.get("job") or find_yaml(target.absolute().parent)[1]
             program = {"own_program": "command" in job or "script" in job}
@@ -198,7 +198,7 @@ class SetupApi:
         Raises ConfigError, StateError."""
         config = self.config(target, text)
         self._nodes.accept(config.digest)
-        write_draft(target.resolve(), text, force=True)
+        write_draft(target.resolve(), in_form_of(target, text), force=True)
         with contextlib.suppress(OSError):
             self._kept(target).unlink()
         return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import stat
@@ -103,7 +104,7 @@ def _key_lines(node: Any, before: str = "") -> Iterator[tuple[str, int]]:
 
 
 def read_text(path: Path, wanted: str) -> str:
-    """The text of a file; `wanted` describes it in faults. Raises DocumentError."""
+    """The text of a file, its lines with "\\n"; `wanted` describes it in faults. Raises DocumentError."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -117,10 +118,16 @@ def read_text(path: Path, wanted: str) -> str:
         why = getattr(error, "strerror", None) or str(error)
         raise DocumentError(path, f"({why})", wanted) from error
     try:
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DocumentError(path, safe_repr(content[error.start : error.end]), "UTF-8", f"line {line}") from error
+
+
+def in_form_of(path: Path, text: str) -> str:
+    """A text of `read_text` with the line ends, and the byte order mark, of the file there. Raises OSError."""
+    there = path.read_bytes() if path.is_file() else b""
+    return "\ufeff" * there.startswith(codecs.BOM_UTF8) + (text.replace("\n", "\r\n") if b"\r\n" in there else text)
 
 
 def read_json(path: Path, text: str) -> Any:

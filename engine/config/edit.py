@@ -12,7 +12,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 
-from engine.config.documents import read_text
+from engine.config.documents import in_form_of, read_text
 from engine.config.draft import UNSURE, toml_value
 from engine.config.faults import FileTable
 from engine.config.job_table import OWN_KEYS, PATH_KEYS
@@ -125,7 +125,7 @@ def write_settings(config: Config, changes: Settings, *, backup: bool = False) -
     if others := [key for key in changes if path_of(key)[0] in _NODE_TABLES]:
         raise InputError(f"{', '.join(others)} cannot be written", todo=f"change it in {config.file}")
     path, before = _file_of(config)
-    text, wanted = before.splitlines(), overridden(tomllib.loads(before), changes, path.parent)[0]
+    text, wanted = lines_of(before), overridden(tomllib.loads(before), changes, path.parent)[0]
     set_keys(text, wanted, changes)
     missing = "into [job]: " + "; ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
     names = (f"{path.name}.bak{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
@@ -149,7 +149,7 @@ def set_keys(text: list[str], wanted: Mapping[str, Any], changes: Settings) -> N
 def write_pythons(config: Config, pythons: Mapping[str, str]) -> Path:
     """Write the `python` of the [[node]] tables with these `ssh`; the file. Raises as `write_settings` does."""
     path, before = _file_of(config)
-    text, wanted, nodes = before.splitlines(), tomllib.loads(before), 0
+    text, wanted, nodes = lines_of(before), tomllib.loads(before), 0
     for rank, node in enumerate(wanted.get("node", ())):
         if (python := pythons.get(node.get("ssh", LOCAL))) is not None:
             node["python"], nodes = python, nodes + 1
@@ -177,7 +177,7 @@ def _write(
     try:
         for file, content in {**before, path: after}.items():
             with replacing(file, stat.S_IMODE(path.stat().st_mode)) as written:
-                written.write(content.encode())
+                written.write(in_form_of(path, content).encode())
     except OSError as error:
         raise StateError("cannot be written", where=str(path), why=error) from error
 
@@ -188,6 +188,11 @@ def holds(text: str, wanted: Mapping[str, Any]) -> bool:
         return tomllib.loads(text) == wanted
     except tomllib.TOMLDecodeError:
         return False
+
+
+def lines_of(text: str) -> list[str]:
+    """As TOML has them: it takes the other ends of str.splitlines for characters of a line."""
+    return text.removesuffix("\n").split("\n")
 
 
 def _header(table: str) -> re.Pattern[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.draft import DraftNode, node_lines, unique_names
-from engine.config.edit import holds, set_key, set_keys
+from engine.config.edit import holds, lines_of, set_key, set_keys
 from engine.config.overrides import Settings, overridden
 from engine.errors import InputError
 
@@ -24,7 +24,7 @@ def redraft(before: str, nodes: Sequence[DraftNode], changes: Settings) -> str:
     try:
         wanted: dict[str, Any] = tomllib.loads(before)
         sections = _SECTION.split(before if before.endswith("\n") else before + "\n")
-        lines = _with_nodes(sections, wanted, nodes).splitlines()
+        lines = lines_of(_with_nodes(sections, wanted, nodes))
         wanted, _ = overridden(wanted, changes, Path())
         set_keys(lines, wanted, changes)
         text = "\n".join(lines) + "\n"
@@ -49,7 +49,7 @@ def _with_nodes(sections: Sequence[str], wanted: dict[str, Any], nodes: Sequence
         else:
             keys = {"python": node.python, "ips": list(node.ips)}
             changed = {key: value for key, value in keys.items() if value}
-            lines = section.splitlines()
+            lines = lines_of(section)
             for key, value in changed.items():
                 set_key(lines, "node", key, value)
             section = "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from engine.config.formats import resolved
 from engine.config.job_table import FEATURES, HUB, OWN_KEYS
 from engine.config.load import load_config
 from engine.config.mlx_lm_keys import KEYS
-from engine.config.models import SECTIONS, Config
+from engine.config.models import SECTIONS, Config, NodeConfig
 from engine.config.overrides import overridden
 from engine.errors import ConfigError, ConfigFault, plural
 from engine.protocol.job import AUTO
@@ -98,7 +99,7 @@ def effective(
     config = load_config(file, overrides)
     sources, redact = _Sources(config, file), config.job.redactor()
     values = []
-    for path, name, value in values_of(config):
+    for path, name, value in values_of(sources.config):
         source, place = sources.of(path)
         if value in (None, AUTO) and chosen.get(name) is not None:
             value, source = chosen[name], PLAN
@@ -145,17 +146,23 @@ class _Sources:
         self._keys = read_yaml(self._yaml) if self._yaml is not None else {}
         hostfile = config.cluster.hostfile
         self._hostfile = Path(hostfile).name if hostfile is not None else None
-        counts = [1 if job.get("elastic") else table.get("processes", 1) for table in changed.get("node", ())]
-        self._tables = [number for number, count in enumerate(counts) for _ in range(count)]
+        usual = changed.get("node_defaults", {}).get("processes", 1)
+        counts = [1 if job.get("elastic") else table.get("processes", usual) for table in changed.get("node", ())]
+        ranks, nodes = iter(config.nodes), list[NodeConfig]()
+        for count in counts:
+            node, *_ = itertools.islice(ranks, count)
+            named = {"name": node.name.rpartition(".")[0], "processes": count}
+            nodes.append(node.model_copy(update=named) if count > 1 else node)
+        self.config = config.model_copy(update={"nodes": tuple(nodes) or config.nodes})
+        """With a node for each [[node]], whatever its `processes`."""
 
     def of(self, path: TomlPath) -> tuple[str, tuple[Path, int | None] | None]:
         """The source of a value, with file and line where it has some."""
         table, *names = path
         if table == "node":
-            rank, key, *_ = names
+            _, key, *_ = names
             if self._hostfile is not None and key in ("name", "ssh", "ips", "rdma"):
                 return self._hostfile, None
-            path = ("node", self._tables[int(rank)], key) if self._tables else path
             if _value(self._document, path) is None:
                 path = ("node_defaults", key)
                 if key in ("model", "data") and _value(self._document, path) is None:
@@ -203,11 +210,13 @@ def line_of(path: Path, key: str) -> tuple[int, str] | None:
     """The line, from 1, and the text there of a ConfigFault's key in a TOML or YAML file; None where it has
     none."""
     try:
-        lines = read_text(path, "").splitlines()
+        text = read_text(path, "")
         if path.suffix in (".yaml", ".yml") and (place := yaml_lines(path).get(key)) is not None:
-            return place, lines[place - 1]
+            # YAML has the other ends of lines, too.
+            return place, text.splitlines()[place - 1]
     except ConfigError:
         return None
+    lines = text.split("\n")
     if number := re.fullmatch(r"line ([0-9]+)", key):
         place = int(number[1])
         return (place, lines[place - 1]) if place <= len(lines) else None

@@ -51,6 +51,16 @@ def test_settings_are_written_where_they_are_and_all_else_stays(path: Path) -> N
     assert path.with_name("flightdeck.toml.bak").read_text() == FILE, "the first way back is kept"
 
 
+def test_line_ends_a_byte_order_mark_and_separators_within_a_line_stay(path: Path) -> None:
+    odd = FILE.replace("the end", "the\u2028end\x85of it")
+    path.write_bytes(b"\xef\xbb\xbf" + odd.replace("\n", "\r\n").encode())
+    before = path.read_bytes()
+    kept = write_settings(load_config(path), {"batch_size": 8, "ui.ascii": True}, backup=True)
+    assert kept is not None and kept.read_bytes() == before
+    assert path.read_bytes() == before.replace(b"batch_size = 6", b"batch_size = 8") + b"ascii = true\r\n"
+    assert line_of(path, "ui.ascii") == (13, "ascii = true")
+
+
 def test_keys_of_other_tables_are_written_too_but_not_a_nodes(path: Path) -> None:
     write_settings(load_config(path), {"checkpoint.every": 7, "ui.ascii": True, "job.seed": 3})
     config = load_config(path)

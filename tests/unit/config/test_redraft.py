@@ -75,3 +75,9 @@ def test_two_ranks_of_one_host_and_a_file_without_nodes_or_job() -> None:
 def test_a_form_that_is_only_for_a_person_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="the file cannot be changed"):
         redraft(text, [ULTRA], {"iters": 5})
+
+
+def test_a_comment_may_have_the_line_ends_of_other_languages() -> None:
+    odd = BEFORE.replace("# ours", "# ours\u2028and\x85yours")
+    text = redraft(odd, [ULTRA], {"seed": 8})
+    assert "# ours\u2028and\x85yours\n" in text and "seed = 8\n" in text

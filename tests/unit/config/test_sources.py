@@ -46,11 +46,11 @@ def test_each_value_has_its_source(path: Path) -> None:
     values = {value.key: value for value in effective(path, {"checkpoint.keep": 9, "lora_parameters.scale": 3.0})}
     sources = {
         "cluster.name": "flightdeck.toml:2",
-        "node.ana.1.ssh": "flightdeck.toml:7",
+        "node.ana.ssh": "flightdeck.toml:7",
         "node.ultra.ssh": "flightdeck.toml:11",
         "node.ultra.python": "flightdeck.toml:4",
         "node.ultra.model": "flightdeck.toml:14",
-        "node.ana.0.data": "flightdeck.toml:15",
+        "node.ana.data": "flightdeck.toml:15",
         "node.ultra.data": "flightdeck.toml:12",
         "learning_rate": "flightdeck.toml:17 (auto)",
         "optimizer_config.adamw.weight_decay": "flightdeck.toml:19",
@@ -65,6 +65,7 @@ def test_each_value_has_its_source(path: Path) -> None:
     assert {key: values[key].source for key in sources} == sources
     assert values["lora_parameters.rank"].place == (path.parent / "lora.yaml", 3)
     assert values["batch_size"].place is None
+    assert values["node.ana.name"].value == "ana" and values["node.ana.processes"].value == 2
     assert values["learning_rate"].value == 2e-05 and values["name"].text == '"m"'
     assert (values["env.MLX_LEVEL"].value, values["env.HF_TOKEN"].value) == ("1", "[redacted]")
     assert not {"iters", "recovery.max_restarts", "node.ultra.share"} & values.keys()
