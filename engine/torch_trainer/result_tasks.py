@@ -5,10 +5,11 @@ the others get the tensors from it. It answers alone."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -101,8 +102,8 @@ class WeightLoader:
                 dist.broadcast(parameter.data, 0)
         return model.eval().to(self.device)
 
-    def variants(self, task: Task, chosen: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Each of the `chosen` with its model. Raises JobError."""
+    def use_variants(self, task: Task, chosen: Sequence[str], use: Callable[[str, Any], None]) -> None:
+        """Call `use` with each of the `chosen` and its model: one is in memory at a time. Raises JobError."""
         trained = Path(task.weights) if task.weights is not None else None
         # Its base is the model without it.
         adapter, model = trained is not None and self.job.fine_tune_type != "full", None
@@ -110,9 +111,11 @@ class WeightLoader:
             self.process.reporter.phase("loading")
             if model is None or not adapter:
                 model = None
+                # Libraries leave references in circles.
+                gc.collect()
                 model = self.load(trained if adapter or variant == "adapter" else None)
             with model.disable_adapter() if adapter and variant == "base" else contextlib.nullcontext():
-                yield variant, model
+                use(variant, model)
 
     def end(self) -> None:
         # The first rank to exit would take the others down.
@@ -274,11 +277,14 @@ def answer_prompts(loader: WeightLoader, task: Task) -> None:
     process, options = loader.process, GenerateOptions.of(task)
     stop = process.control.stop
     generator = TorchGenerator(process, load_tokenizer(loader.job), options, loader.device)
-    for variant, model in loader.variants(task, options.variants):
+
+    def answer(variant: str, model: Any) -> None:
         process.reporter.phase("generating")
         for prompt in options.prompts:
             if not stop.is_set():
                 generator.answer(model, variant, prompt)
+
+    loader.use_variants(task, options.variants, answer)
 
 
 def do_lm_eval(loader: WeightLoader, task: Task) -> None:
@@ -293,11 +299,13 @@ def do_lm_eval(loader: WeightLoader, task: Task) -> None:
             raise TaskStopped
         process.reporter.going_on()
 
+    def measure(variant: str, model: Any) -> None:
+        model.get_input_embeddings().register_forward_pre_hook(go_on)
+        lm = HFLM(model, tokenizer=tokenizer, batch_size=loader.job.batch_size)
+        options.measure(lm, variant, process.reporter)
+
     with contextlib.suppress(TaskStopped):
-        for variant, model in loader.variants(task, VARIANTS):
-            model.get_input_embeddings().register_forward_pre_hook(go_on)
-            lm = HFLM(model, tokenizer=tokenizer, batch_size=loader.job.batch_size)
-            options.measure(lm, variant, process.reporter)
+        loader.use_variants(task, VARIANTS, measure)
 
 
 def run(process: TrainingProcess) -> None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,8 +29,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import Job, JobError, TorchSettings
+from engine.protocol.task import Task
 from engine.torch_trainer.model import load_model, load_tokenizer, row_format
 from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer, make_schedule
+from engine.torch_trainer.result_tasks import WeightLoader, answer_prompts
 from engine.torch_trainer.strategies import check_group, check_partitioned, join_group
 
 Request = dict[str, Any]
@@ -170,7 +175,26 @@ def stock(request: Request) -> Any:
     return found
 
 
-PARTS = (tokens, optimizers, schedules, refusals, models, saved, stock)
+def held(request: Request) -> Any:
+    """How many models are still in memory when each of a full fine-tuning's task is loaded."""
+    counts, loaded = list[int](), list[weakref.ref[Any]]()
+
+    class CountingLoader(WeightLoader):
+        def load(self, path: Path | None) -> Any:
+            counts.append(sum(model() is not None for model in loaded))
+            model = super().load(path)
+            loaded.append(weakref.ref(model))
+            return model
+
+    process: Any = SimpleNamespace(rank=0, reporter=mock.Mock(), control=SimpleNamespace(stop=threading.Event()))
+    job, nothing = make_job(request, fine_tune_type="full"), mock.Mock()
+    loader = CountingLoader(process, job, torch.float32, nothing, torch.device("cpu"), nothing, alone=True)
+    options = {"prompts": ["tower"], "variants": ["base", "adapter"], "max_tokens": 2}
+    answer_prompts(loader, Task("generate", "source", request["model"], options=options))
+    return counts
+
+
+PARTS = (tokens, optimizers, schedules, refusals, models, saved, stock, held)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,10 @@ def test_tokens_are_those_of_mlx_lm(tiny: Tiny, tmp_path: Path, parts: dict[str,
     assert found == [list(tokenise(row)) for row in ROWS[name]]
 
 
+def test_a_task_on_a_full_fine_tuning_has_one_model_in_memory(probe: Probe) -> None:
+    assert probe(parts=["held"])["held"] == [0, 0]
+
+
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)))
 def test_steps_are_those_of_mlx(parts: dict[str, Any], number: int) -> None:
     kind, settings = OPTIMIZERS[number]

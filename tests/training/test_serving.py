@@ -216,12 +216,12 @@ def test_what_one_client_sends_ends_no_answer_of_another(trained: Trained, tmp_p
         assert next(other).choices[0].text and client.completions.create(**asked).choices[0].text
 
 
-@pytest.mark.parametrize("more", [{}, {"seed": 1}])
+@pytest.mark.parametrize(("ranks", "more"), [(1, {}), (1, {"seed": 1}), pytest.param(2, {}, marks=pytest.mark.slow)])
 def test_an_answer_is_continued_although_all_of_its_tokens_are_cached(
-    more: dict[str, Any], trained: Trained, tmp_path: Path
+    ranks: int, more: dict[str, Any], trained: Trained, tmp_path: Path
 ) -> None:
     tokenizer = load_tokenizer(trained.model)
-    with served(tmp_path, trained) as server, server.client() as client:
+    with served(tmp_path, trained, ranks) as server, server.client() as client:
 
         def ask(prompt: str, tokens: int) -> tuple[str, list[int]]:
             asked: dict[str, Any] = {"model": "mine", "prompt": prompt, "max_tokens": tokens}
