@@ -52,9 +52,12 @@ class JointSeries:
 
     def axis_of(self, metric: str, axis: str) -> str:
         """One that all have: iterations and tokens are nothing to lay over one another."""
-        runs = [source for _, source, _ in self._runs if _metric(metric) in source.metrics]
-        axes = (axis, "iterations", "time")
-        return next((x for x in axes if all(run.axis_of(_metric(metric), x) == x for run in runs)), axes[1])
+        name, axes = _metric(metric), (axis, "iterations", "time")
+
+        def has(source: RunSeries, axis: str) -> bool:
+            return source.axis_of(name, axis) == axis or name not in source.metrics
+
+        return next((axis for axis in axes if all(has(source, axis) for _, source, _ in self._runs)), axes[1])
 
     def extent(self, metric: str, axis: str) -> tuple[float, float]:
         axis = self.axis_of(metric, axis)
