@@ -802,7 +802,7 @@ class FlightDeckApp(App[None]):
         if form is not None:
             options = FORMS[form]
             words = "".join(f" --{name}" + f" {value}" * (value is not True) for name, value in options.items())
-            self._ask_task(use, api.TaskRequest("fuse", {"keep": api.KEEP, **options}), f"fuse{words}")
+            self._ask_task(use, api.TaskRequest("fuse", {"keep": api.KEEP, **options}, divided=None), f"fuse{words}")
 
     def _ask_task(self, use: RunUse, request: TaskRequest, command: str) -> None:
         dialog = confirm_task(request.kind, use, command, self._text_width)

@@ -744,7 +744,7 @@ def _tasks(commands: Commands) -> None:
     )
     what = "folder of the fused model on the node that has the weights; default: in the task's own folder there"
     fuse.add_argument("--to", metavar="DIR", help=what)
-    fuse.add_argument("--divided", action="store_true", help="measured over all nodes of the run, as `eval` does")
+    fuse.add_argument("--divided", action=argparse.BooleanOptionalAction, help=f"measured {_DIVIDED}")
     generate = _command(
         commands,
         "generate",

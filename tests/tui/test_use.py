@@ -44,9 +44,9 @@ async def test_u_lists_what_a_result_is_good_for(fake: FakeEngine, size: tuple[i
     [
         (("e",), TaskRequest("evaluate", divided=True)),
         (("j", "enter"), TaskRequest("evaluate", divided=True)),
-        (("f", "b"), TaskRequest("fuse", {"keep": 0.95})),
-        (("f", "d"), TaskRequest("fuse", {"keep": 0.95, "dequantize": True})),
-        (("f", "4"), TaskRequest("fuse", {"keep": 0.95, "bits": 4})),
+        (("f", "b"), TaskRequest("fuse", {"keep": 0.95}, divided=None)),
+        (("f", "d"), TaskRequest("fuse", {"keep": 0.95, "dequantize": True}, divided=None)),
+        (("f", "4"), TaskRequest("fuse", {"keep": 0.95, "bits": 4}, divided=None)),
         (("s",), TaskRequest("serve", {"host": "127.0.0.1", "port": 8080, "max_tokens": 512}, divided=None)),
     ],
 )

@@ -144,7 +144,7 @@ class RunUse:
 
     def on(self, kind: str) -> str:
         """The nodes that the task runs on: an evaluation is divided over all of the run."""
-        everywhere = kind == "evaluate" or (kind == "serve" and self.divided)
+        everywhere = kind == "evaluate" or self.divided
         divided = [rank.node for rank in self.snapshot.ranks] if everywhere else ()
         return ", ".join(dict.fromkeys((*self.nodes, *divided)))
 

@@ -99,7 +99,7 @@ async def test_undivided_it_runs_where_the_weights_are(tmp_path: Path, strategy:
 @pytest.mark.parametrize(("strategy", "nodes"), [("sharded", 2), ("pipeline", 2), ("data", 1), ("local", 1)])
 async def test_what_was_trained_in_parts_answers_in_parts(tmp_path: Path, strategy: Strategy, nodes: int) -> None:
     run = trained(tmp_path, strategy)
-    for kind in ("serve", "generate"):
+    for kind in ("serve", "generate", "fuse"):
         config = await start(tmp_path, run.id, kind, options={"host": "127.0.0.1"}, divided=None)
         assert len(config.nodes) == nodes, kind
     assert len((await start(tmp_path, run.id, "generate", divided=False)).nodes) == 1
