@@ -91,7 +91,8 @@ def _padding(context: PlanContext, fits: int | None) -> PaddingSection | None:
         return None
     budget = context.budget or suggested_budget(rows, sequences, longest)
     if fits is not None:
-        budget = max(1, min(budget, fits * longest * context.ranks))
+        fitting = min(tokens for _, tokens in context.steps)
+        budget = max(1, min(budget, fits * fitting * context.ranks))
     measured = f"the lengths of {sum(context.lengths.values()):,} rows, which a node has tokenised: an estimate"
     context.explain(_KEY + "padding", Source.FACT, measured)
     return PaddingSection(

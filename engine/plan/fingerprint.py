@@ -16,8 +16,8 @@ from engine.models import NodeFacts
 Measured = TypeVar("Measured", Calibration, Scaling)
 STEP_KEYS = (
     "batch_size", "batch_tokens", "compile_on_cpu", "grad_accumulation_steps", "grad_checkpoint", "lora_parameters",
-    "mask_prompt", "max_seq_length", "num_layers", "optimizer", "optimizer_config", "optimizer_precision", "moments",
-    "sequence_tiling", "wire",
+    "mask_prompt", "max_grad_norm", "max_seq_length", "num_layers", "optimizer", "optimizer_config",
+    "optimizer_precision", "moments", "sequence_tiling", "wire",
 )  # fmt: skip
 """The mlx-lm keys that affect the time or memory of a step."""
 

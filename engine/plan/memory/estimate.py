@@ -623,9 +623,12 @@ def _assumption(rank: _Rank) -> str:
 def peak_from_probes(probes: Sequence[MemoryProbe], batch: int, before_bytes: int) -> int | None:
     """The peak at `batch` sequences, bytes, on the line from `before_bytes` (MemoryEstimate.before_bytes) at batch 0
     through the largest probed batch, and never below the smallest peak: at batch 1 or 2 of full fine-tuning the peak
-    may be the optimizer's step, which is not on the sizes' line. None with fewer than two different batches."""
+    may be the optimizer's step, which is not on the sizes' line. None with fewer than two different batches, and where
+    the largest one's peak is below `before_bytes`: the line would fall."""
     if len({probe.batch for probe in probes}) < 2:
         return None
     low, *_, high = sorted(probes, key=lambda probe: probe.batch)
-    slope = max(0.0, (high.peak_bytes - before_bytes) / high.batch)
+    if high.peak_bytes < before_bytes:
+        return None
+    slope = (high.peak_bytes - before_bytes) / high.batch
     return max(low.peak_bytes, round(high.peak_bytes + slope * (batch - high.batch)))

@@ -325,8 +325,9 @@ def _need(
     """The peak comes from the probe steps of a usable calibration of this job, else from the estimate."""
     calibration = usable_calibration(context)
     # A probe's step is of one rank alone: with local it would lack the averaging, which may be the peak, and the
-    # averaged weights with their momentum.
-    unlike = context.strategy != "data" or workload.forward
+    # averaged weights with their momentum. All sequences of a probe have max_seq_length tokens.
+    shorter = workload.sequence < int(context.settings["max_seq_length"])
+    unlike = context.strategy != "data" or workload.forward or shorter
     if calibration is None or calibration.synthetic_model or unlike:
         return estimated, "estimate"
     measured, peak = calibration.measure_of(node), None

@@ -45,7 +45,14 @@ def test_a_step_of_local_is_measured_as_one_of_data() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model": "other"}, {"fine_tune_type": "full"}, {"batch_size": 16}, {"max_seq_length": 9}, {"command": ("x",)}],
+    [
+        {"model": "other"},
+        {"fine_tune_type": "full"},
+        {"batch_size": 16},
+        {"max_seq_length": 9},
+        {"command": ("x",)},
+        {"max_grad_norm": 1.0},
+    ],
 )
 def test_what_changes_a_step_changes_it(changes: dict[str, Any]) -> None:
     deck = config(["a", "b"])

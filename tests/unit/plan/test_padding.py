@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.measurements import MemoryProbe, NodeMeasure
 from engine.plan.document import MemorySection, PaddingSection, TrainingPlan
 from engine.plan.explain import summary
 from engine.plan.padding import laid_out, shapes, suggested_budget
 from engine.plan.planner import make_plan
 from engine.protocol.job import scaled_rate
-from tests.unit.plan.clusters import inputs, ultra_and_max
+from tests.unit.plan.clusters import calibration, inputs, ultra_and_max
 
 SHORT_WITH_A_TAIL = {40: 900, 60: 500, 90: 400, 700: 100, 2_000: 20}
 COMPUTED = {"lora_parameters": {"rank": 8, "dropout": 0.0, "scale": 20.0}}
@@ -125,6 +126,16 @@ def test_where_every_row_was_measured_no_longer_one_is_expected() -> None:
     assert all(one < other for one, other in zip(whole, some, strict=True))
 
 
+def test_probe_steps_of_full_length_say_nothing_of_batches_of_shorter_rows() -> None:
+    probes = tuple(MemoryProbe(batch=batch, peak_bytes=8 * 10**9 + batch * 10**10) for batch in (1, 2))
+    nodes = tuple(NodeMeasure(node=name, host=name, examples_per_s=1.0, probes=probes) for name in ("ultra", "max"))
+    keys, taken = {"batch_tokens": 8_192, "max_seq_length": 2_048}, calibration({}, nodes=nodes)
+    for longest, source in ((2_048, "calibration"), (513, "estimate")):
+        made = plan(keys, {longest: 1_000}, examples=1_000, calibration=taken)
+        assert isinstance(made.memory, MemorySection)
+        assert {rank.source for rank in made.memory.ranks} == {source}
+
+
 def needed(made: TrainingPlan) -> list[int]:
     assert isinstance(made.memory, MemorySection)
     return [rank.needed_bytes for rank in made.memory.ranks]
@@ -138,3 +149,12 @@ def test_a_budget_that_does_not_fit_is_made_smaller_or_said_so() -> None:
     found = padding(made)
     assert found.suggested_batch_tokens < 4_000_000
     assert f"batch_tokens = {found.suggested_batch_tokens} would fit" in dict(summary(made))["batch"]
+
+
+def test_the_suggested_budget_fits_where_every_row_is_short() -> None:
+    settings = {"batch_tokens": 4_000_000, "grad_checkpoint": True, "max_seq_length": 2_048}
+    rows = {513: 9_000}
+    suggested = padding(plan(settings, rows, examples=9_000)).suggested_batch_tokens
+    made = plan({**settings, "batch_tokens": suggested}, rows, examples=9_000)
+    assert isinstance(made.memory, MemorySection)
+    assert suggested < 4_000_000 and all(rank.fits for rank in made.memory.ranks)

@@ -261,9 +261,9 @@ def test_an_optimizer_peak_does_not_change_the_slope(before: int, each: int, ste
     assert peak_from_probes(probes, 1, before) == probes[0].peak_bytes
 
 
-def test_a_peak_that_does_not_grow_stays_as_it_was_measured() -> None:
-    assert peak_from_probes([probe(1, 100), probe(2, 100)], 8, 200) == 100
-    assert peak_from_probes([probe(1, 100), probe(2, 150)], 8, 200) == 150, "less than the estimate has before batch 1"
+def test_peaks_below_what_there_is_before_batch_1_are_no_line() -> None:
+    assert peak_from_probes([probe(1, 100), probe(2, 150)], 8, 200) is None
+    assert peak_from_probes([probe(1, 200), probe(2, 200)], 8, 200) == 200
 
 
 @pytest.mark.parametrize("probes", [[], [probe(1, 100)], [probe(2, 100), probe(2, 120)]])
