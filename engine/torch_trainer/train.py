@@ -106,7 +106,7 @@ class _Iteration:
     compute_s: float = 0.0
     communicate_s: float = 0.0
     update_s: float = 0.0
-    loss_sum: Tensor | None = None
+    loss_sum: Tensor | float = 0.0
 
 
 @dataclass
@@ -153,28 +153,30 @@ class TorchLoop(TrainingLoop):
         # The gradients are averaged over ranks and iterations, however many targets each has.
         scale = self._ranks * self.job.grad_accumulation_steps / max(sum(tokens), 1.0)
         self._waits.take()
-        for iteration in iterations:
+        # By gradients of zero, momentum and decay would move the weights.
+        learns = sum(tokens) > 0
+        for iteration in iterations if learns else ():
             communicate_s += self._backward(iteration, scale, last=iteration.number == last)
         started = time.perf_counter()
-        norm = self.strategy.step()
+        norm = self.strategy.step() if learns else None
         waited = self._waits.take()
         update_s = time.perf_counter() - started - waited
         communicate_s += waited
         started = time.perf_counter()
-        loss_sums = [float(iteration.loss_sum) for iteration in iterations if iteration.loss_sum is not None]
+        loss_sums = [float(iteration.loss_sum) for iteration in iterations]
         losses = self._sum(loss_sums)
         communicate_s += time.perf_counter() - started
         self._check_losses(range(first, last + 1), losses)
-        if not sum(tokens):
-            self.reporter.warn(f"iteration {last}: no token is a target, so nothing was learned from it")
         skipped = self._accelerator.optimizer_step_was_skipped
-        if skipped and self.strategy.settings.precision == "fp16":
+        if norm is None:
+            self.reporter.warn(f"iteration {last}: no token is a target, so nothing was learned from it")
+        elif skipped and self.strategy.settings.precision == "fp16":
             self.reporter.warn(f"iteration {last}: float16 overflowed, so nothing was learned from it")
         elif skipped or not math.isfinite(norm):
             raise Diverged(f"gradient is not finite at iteration {last}")
         iterations[-1].communicate_s, iterations[-1].update_s = communicate_s, update_s
         facts = {
-            "grad_norm": norm if math.isfinite(norm) else None,
+            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
             "update": update,
             "own_loss": sum(loss_sums) / sum(counts) if sum(counts) else None,
         }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_mlx_and_torch_have_the_same_losses(tiny: Tiny, tmp_path: Path) -> None:
     for theirs, ours in zip(mlx.events(0, "validation"), torch.events("validation"), strict=True):
         assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=1e-3)
     assert torch.events("end")[0]["completed"] and torch.events("report")[-1]["peak_memory"] > 0.05
+
+
+def test_an_update_without_targets_takes_no_step(tiny: Tiny, tmp_path: Path) -> None:
+    """Of two rows, one a batch, the prompt of the second fills max_seq_length."""
+    (tmp_path / "data").mkdir()
+    rows = [{"prompt": "hold", "completion": "left"}, {"prompt": "tower " * 60, "completion": "raven"}]
+    write_rows(tmp_path / "data" / "train.jsonl", rows)
+    keys = {"mask_prompt": True, "max_seq_length": 16, "batch_size": 1, "iters": 5, "save_every": 1}
+    run = run_torch(tmp_path, torch_job(tiny, data=str(tmp_path / "data"), **keys))
+    folders = sorted((tmp_path / "node" / "runs" / "run").rglob("checkpoint-*"))
+    saved = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    steps = run.events("step")
+    assert [event["update"] for event in steps] == [1, 2, 3, 4, 5]
+    moved = [before != after for before, after in pairwise(saved)]
+    assert moved == [event["tokens"] > 0 for event in steps[1:]]
+    assert not all(moved) and any(moved)
+    assert any("no token is a target" in event["message"] for event in run.events("warning"))
 
 
 def test_a_state_is_sent_to_the_nodes_that_lack_it(tiny: Tiny, tmp_path: Path) -> None:
