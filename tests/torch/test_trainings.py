@@ -86,7 +86,7 @@ def test_an_update_without_targets_takes_no_step(tiny: Tiny, tmp_path: Path) -> 
     (tmp_path / "data").mkdir()
     rows = [{"prompt": "hold", "completion": "left"}, {"prompt": "tower " * 60, "completion": "raven"}]
     write_rows(tmp_path / "data" / "train.jsonl", rows)
-    keys = {"mask_prompt": True, "max_seq_length": 16, "batch_size": 1, "iters": 5, "save_every": 1}
+    keys: dict[str, Any] = {"mask_prompt": True, "max_seq_length": 16, "batch_size": 1, "iters": 5, "save_every": 1}
     run = run_torch(tmp_path, torch_job(tiny, data=str(tmp_path / "data"), **keys))
     folders = sorted((tmp_path / "node" / "runs" / "run").rglob("checkpoint-*"))
     saved = [(folder / "model.safetensors").read_bytes() for folder in folders]

@@ -15,6 +15,7 @@ import pytest
 from engine.protocol.attempt import STOP, read_identity
 from engine.protocol.exit_codes import TrainerExit
 from tests.training.launching import LIMIT_S, Launched, launch
+from tests.training.test_replicas import CORRUPTING
 from tests.training.test_update import train
 from tests.training.tiny import UNEQUAL, Tiny, undisturbed_job
 from tests.waiting import wait_until
@@ -113,6 +114,21 @@ def test_a_rank_that_stands_still_is_left_out_and_joins_again(tiny: Tiny, tmp_pa
     # After an averaging: of every fourth step, and before a validation.
     assert gap % 4 == 1 or gap % 5 == 0
     assert agree(run, 0, 1, 2)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_loss_is_not_finite_is_left_out_and_joins_again(tiny: Tiny, tmp_path: Path) -> None:
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(CORRUPTING), "CORRUPT": "1 6 nan"}
+    job = local_job(tiny, iters=4000, val_batches=0, save_every=4000)
+    run = launch(tmp_path, job, shares=(1.0, 1.0), spec_fields={"env": environment})
+    try:
+        wait_until(lambda: len(steps(run, 0)) > 5, LIMIT_S)
+        await_joined(run, 1)
+    finally:
+        run.send(STOP)
+    run.succeeded()
+    assert "the other ranks go on without this one: its loss is not finite" in run.log(1)
+    assert agree(run, 0, 1)
 
 
 @pytest.mark.slow

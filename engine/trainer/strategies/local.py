@@ -86,6 +86,8 @@ class LocalSteps(DataParallel):
         return super().forward_backward(batch, last=last)
 
     def exchange(self, counters: list[float]) -> list[float]:
+        if not all(map(math.isfinite, counters)):
+            self._leave("its loss is not finite")
         self._group.begin()
         return floats(self._group.all_sum(mx.array(counters)))
 
@@ -95,11 +97,15 @@ class LocalSteps(DataParallel):
         if math.isfinite(self._norm):
             self._averaged[_TOKENS] = mx.array(scalar(self._averaged[_TOKENS]) + local_tokens)
             self._due = self._schedule.averaging_due(self._iteration)
-        elif self._group.rank > 0:
-            # It goes on from the others' weights; without rank 0's there would be none.
-            self._group.leave()
-            raise LeftOut("its gradient is not finite")
+        else:
+            self._leave("its gradient is not finite")
         return self._norm if tokens else None
+
+    def _leave(self, why: str) -> None:
+        """This rank goes on from the others' weights; but rank 0, without whose there would be none. Raises LeftOut."""
+        if self._group.rank > 0:
+            self._group.leave()
+            raise LeftOut(why)
 
     def trained_weights(self) -> WeightStream:
         """Those of the last averaging."""

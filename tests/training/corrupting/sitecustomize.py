@@ -1,6 +1,7 @@
 """On the path of a rank's python (tests put it there): flips one bit of one parameter of one rank, once.
 
-CORRUPT = "rank update part": after that rank's that-many-th update, in its first "trained" or "frozen" parameter. It
+CORRUPT = "rank update part": after that rank's that-many-th update, in its first "trained" or "frozen" parameter; as
+"nan", the first trained one is no number any more. It
 waits for the trainer's optimizer to be imported and goes round its `update`; the trainer itself knows nothing of it."""
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def corrupt(updater: Any) -> None:
     from mlx.utils import tree_flatten, tree_unflatten
 
     model = updater._model
-    if PART == "trained":
+    if PART != "frozen":
         name, value = next(iter(updater.masters.items()))
     else:
         trained = dict(tree_flatten(model.trainable_parameters()))
@@ -56,8 +57,10 @@ def corrupt(updater: Any) -> None:
     bits = value.reshape(-1).view(mx.uint32)
     place = mx.arange(bits.size) == bits.size // 2
     flipped = mx.where(place, bits ^ 256, bits).view(value.dtype).reshape(value.shape)
+    if PART == "nan":
+        flipped = mx.full(value.shape, float("nan"), value.dtype)
     mx.eval(flipped)
-    if PART == "trained":
+    if PART != "frozen":
         updater.masters[name] = flipped
     model.update(tree_unflatten([(name, flipped)]), strict=False)
 
