@@ -187,7 +187,7 @@ def loss_sum(model: Any, batch: Batch, device: torch.device) -> Tensor:
     mask = (position >= batch.bounds[:, :1]) & (position < batch.bounds[:, 1:])
     # Their numbers are known here: a mask on a GPU would have the program wait for it, to count them.
     targets = torch.from_numpy(np.flatnonzero(mask)).to(device)
-    # Only the targets' logits are made float32.
+    # Only the targets' logits are made float32; with ddp in 16 bits Accelerate has made all of them so already.
     chosen = logits.flatten(0, 1).index_select(0, targets).float()
     return torch.nn.functional.cross_entropy(chosen, tokens[:, 1:].flatten()[targets], reduction="sum")
 

@@ -75,7 +75,7 @@ def load_training(process: TrainingProcess) -> TorchLoop:
     job, examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
     model = load_model(job, base_type(job, settings), reporter.warn)
     inputs, checksum = checksums(job, train=examples, valid=valid), files_checksum(job, adapter=True)
-    check_equal(all_gather_object(rank_facts(spec, examples, valid, checksum)))
+    check_equal(all_gather_object(rank_facts(spec, examples, valid, test, checksum)))
     counts = count_parameters(model)
     strategy = STRATEGIES[job.strategy](accelerator, job, settings, model)
     about = {

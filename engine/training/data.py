@@ -323,9 +323,11 @@ def partly_resumed(job: Job, present: int, trained: int) -> str:
     return f"{named} has {present:,} of the {trained:,} tensors that are trained: the others begin anew"
 
 
-def rank_facts(spec: AttemptSpec, train: Split, valid: Split, checksum: str) -> dict[str, object]:
+def rank_facts(spec: AttemptSpec, train: Split, valid: Split, test: Split | None, checksum: str) -> dict[str, object]:
     """All that must be the same on every rank. `checksum`: of the model with the adapter that it starts from."""
     data = {"train.jsonl": train.checksum, "valid.jsonl": valid.checksum}
+    if test is not None:
+        data["test.jsonl"] = test.checksum
     data["the tokenizer, by the lengths of train.jsonl,"] = train.order_checksum
     return {"the job's configuration": config_hash(spec.job or {}), "the model or the adapter": checksum, **data}
 
