@@ -72,8 +72,16 @@ class Updater:
         return bool(self._sliced) and not is_plain(self._form.precision, self._form.moments)
 
     @property
+    def relative_step(self) -> bool:
+        """The optimizer is Adafactor that ignores its learning rate, as by default."""
+        return bool(getattr(self._optimizer, "relative_step", False))
+
+    @property
     def learning_rate(self) -> float:
-        """The last update's."""
+        """The last update's; of a relative step, before it is scaled by a parameter's own size."""
+        if self.relative_step:
+            step = max(scalar(self._scalars["step"]), 1)
+            return float(min(1e-6 * step if self._optimizer.warmup_init else 1e-2, step**-0.5))
         return scalar(self._scalars["learning_rate"])
 
     def update(self, pieces: Iterable[Mapping[str, mx.array]], divisor: float, norm: float | None = None) -> float:

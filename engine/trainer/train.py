@@ -46,7 +46,7 @@ def load_training(process: TrainingProcess, collective: Collective) -> Loop:
     # A partitioned model never is complete in the memory of one rank.
     whole = job.strategy in ("data", "local")
     checksum = parameter_checksum(model) if whole else files_checksum(job, adapter=True)
-    collective.check_equal(rank_facts(spec, examples, valid, checksum))
+    collective.check_equal(rank_facts(spec, examples, valid, test, checksum))
     inputs = checksums(job, train=examples, **({"valid": valid} if validates else {}))
     about = {"versions": package_versions(*PACKAGES), "device": str(mx.default_device()), "backend": spec.backend}
     report_start(process, job, examples, checksum, count_parameters(model), inputs=inputs, **about)
@@ -54,6 +54,11 @@ def load_training(process: TrainingProcess, collective: Collective) -> Loop:
     if job.optimizer_precision == "parameter" and any(value.dtype.size < 4 for _, value in trained):
         reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
     strategy = make_strategy(process, job, model, examples, collective)
+    if strategy.updater.relative_step:
+        reporter.warn(
+            "adafactor takes a relative step, which is what is reported as the learning rate: learning_rate and "
+            "lr_schedule are not used without relative_step = false in optimizer_config"
+        )
     loop = _make_loop(process, job, strategy, (valid, test), {**inputs, ORDER: crc32_text(examples.order_checksum)})
     if job.sample_prompts:
         loop.samples = Samples(job, strategy, tokenizer, process.control, reporter, raw=examples.form == "text")

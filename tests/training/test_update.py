@@ -36,9 +36,10 @@ from engine.trainer.strategies.data_parallel import DataParallel, Gradients
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import scalar
 from engine.training.checkpoint_files import Origin, ResumePoint
-from engine.training.data import Batch, DataLoader, Split
+from engine.training.data import Batch, DataLoader, Split, rank_facts
 from engine.training.process import Control
-from engine.training.reporting import Diverged, Outcome, Reporter
+from engine.training.reporting import Diverged, GroupError, Outcome, Reporter, check_equal
+from tests.training.launching import launch
 from tests.training.states import spec
 from tests.training.tiny import SCHEDULE, Tiny, make_job, write_rows
 from tests.unit.trainer.checkpoint.latest import latest
@@ -589,3 +590,29 @@ def test_a_validation_is_computed_in_pieces_that_are_halved_after_a_late_one(
     assert rows == [8, 8, 4, 2, 1, 1]
     assert [loss for loss, _ in pieces] == pytest.approx([whole[0]] * 2, rel=1e-5)
     assert {targets for _, targets in pieces} == {whole[1]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rates"),
+    [({}, [1e-2, 1e-2]), ({"warmup_init": True}, [1e-6, 2e-6]), ({"relative_step": False}, [1e-3, 1e-3])],
+    ids=["relative", "warmed up", "given"],
+)
+def test_the_rate_that_is_reported_of_adafactor_is_the_one_that_is_used(
+    tiny: Tiny, tmp_path: Path, keys: dict[str, Any], rates: list[float]
+) -> None:
+    config: dict[str, Any] = {"optimizer": "adafactor", "optimizer_config": {"adafactor": keys}}
+    trained = train(tiny, tmp_path, iters=2, steps_per_report=1, **config)
+    assert [event["learning_rate"] for event in trained.of("report")] == pytest.approx(rates)
+
+
+def test_a_learning_rate_that_adafactor_ignores_is_a_warning(tiny: Tiny, tmp_path: Path) -> None:
+    run = launch(tmp_path, tiny.job(iters=1, optimizer="adafactor")).succeeded()
+    assert any("adafactor takes a relative step" in event["message"] for event in run.events(0, "warning"))
+
+
+def test_ranks_agree_on_the_test_data_too(tiny: Tiny, tmp_path: Path) -> None:
+    job = make_job(tiny, tmp_path, test=True)
+    splits = [Split(job, name, lambda _: lambda _: ([1, 2], 0), lambda _: None) for name in ("train", "valid", "test")]
+    facts = rank_facts(spec(), splits[0], splits[1], splits[2], "crc32 00000001")
+    with pytest.raises(GroupError, match=r"^test\.jsonl of rank 1 differs from rank 0's"):
+        check_equal([facts, rank_facts(spec(), splits[0], splits[1], splits[0], "crc32 00000001")])
