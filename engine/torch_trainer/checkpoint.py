@@ -33,6 +33,7 @@ from engine.training.checkpoint_files import (
     FileEntry,
     ResumePoint,
     TrainingPoint,
+    best_so_far,
     check_inputs,
     check_manifest,
     first_restored,
@@ -199,7 +200,8 @@ class StateCheckpoints:
             self._saved = update
             recorded = all(manifest.check_recorded(self._spec.manifests) for manifest in manifests)
             ranks = f" of {newest.world_size} ranks"
-            yield ResumePoint(**newest.facts(), source="checkpoint", recorded=recorded, saved_by=ranks)
+            facts = {**newest.facts(), "best": best_so_far(newest, [self._origin.inputs])}
+            yield ResumePoint(**facts, source="checkpoint", recorded=recorded, saved_by=ranks)
 
     def _load(self, folder: Path, manifest: StateManifest) -> None:
         """Raises JobError."""

@@ -243,7 +243,7 @@ class TorchLoop(TrainingLoop):
         if self.job.fine_tune_type == "full" and not facts:
             target = target / "model"
         targets = [target, *([self.job.adapter_path / f"checkpoint-{iteration}"] if numbered else [])]
-        about = {"run": self.job.home.name, "iteration": iteration, **facts}
+        about = {**self._validated, "iteration": iteration, **facts}
         path, folder = targets[-1], TrainedFolder(self.job.adapter_path, self.strategy.module, self.tokenizer)
 
         def write() -> SavedWeights:
@@ -252,13 +252,19 @@ class TorchLoop(TrainingLoop):
 
         self.reporter.save(iteration, path, write, last=last, **facts)
 
+    @property
+    def _validated(self) -> dict[str, str]:
+        """The run and its validation data."""
+        return {"run": self.job.home.name, "valid": crc32_text(self.valid.checksum)}
+
     def _has_better(self, target: Path, val_loss: float | None = None) -> bool:
         """The best weights there are of this run: a resumed one repeats validations before theirs."""
         if val_loss is None:
             return False
         try:
             facts = json.loads((target / FACTS_FILE).read_text())
-            return bool(facts["run"] == self.job.home.name and facts["val_loss"] < val_loss)
+            same = all(facts[name] == value for name, value in self._validated.items())
+            return bool(same and facts["val_loss"] < val_loss)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 

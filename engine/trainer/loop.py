@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 import mlx.core as mx
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
+from engine.protocol.checksums import crc32_text
 from engine.trainer.checkpoint.saving import EmergencyCheckpoint, PeriodicCheckpoints
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
@@ -45,7 +46,8 @@ class Loop(TrainingLoop):
     """None without sample_prompts."""
 
     def __post_init__(self) -> None:
-        self._saver = Saver(self.job, self.strategy, self.collective, self.replicas, self.reporter)
+        valid = crc32_text(self.valid.checksum)
+        self._saver = Saver(self.job, self.strategy, self.collective, self.replicas, self.reporter, valid)
         self._ranks = self.collective.size
         self._begin(self.start)
 

@@ -46,18 +46,21 @@ def _saved(job: Job, path: Path, digest: str) -> SavedWeights:
     return SavedWeights(path, path.stat().st_size, holds, path.parent, files)
 
 
-def save_best_adapters(job: Job, weights: WeightStream, iteration: int, val_loss: float) -> SavedWeights:
-    """Likewise as BEST_FILE, whose metadata has the run, `iteration` and `val_loss`."""
+def save_best_adapters(job: Job, weights: WeightStream, iteration: int, val_loss: float, valid: str) -> SavedWeights:
+    """Likewise as BEST_FILE, whose metadata has the run, `iteration`, `val_loss`, and what that is of: the checksum of
+    the `valid` data."""
     path = job.adapter_path / BEST_FILE
-    metadata = {"run": job.home.name, "iteration": str(iteration), "val_loss": repr(val_loss)}
+    metadata = {"run": job.home.name, "iteration": str(iteration), "val_loss": repr(val_loss), "valid": valid}
     return _saved(job, path, write_safetensors(path, weights.entries, weights.arrays, metadata))
 
 
-def has_better(job: Job, val_loss: float) -> bool:
-    """BEST_FILE is of this run and has a lower loss: a resumed run repeats validations before that of the file."""
+def has_better(job: Job, val_loss: float, valid: str) -> bool:
+    """BEST_FILE is of this run and has a lower loss of the same data: a resumed run repeats validations before that of
+    the file."""
     try:
         metadata = check_header(job.adapter_path / BEST_FILE).metadata
-        return metadata["run"] == job.home.name and float(metadata["val_loss"]) < val_loss
+        same = (metadata["run"], metadata["valid"]) == (job.home.name, valid)
+        return same and float(metadata["val_loss"]) < val_loss
     except (CheckpointError, OSError, KeyError, TypeError, ValueError):
         return False
 
@@ -112,6 +115,8 @@ class Saver:
     collective: Collective
     replicas: ReplicaCheck
     reporter: Reporter
+    valid: str
+    """The checksum of the validation data."""
     saved: int | None = None
     """The iteration of the last successful save."""
 
@@ -149,11 +154,11 @@ class Saver:
         weights = self._intact_weights(last=False)
         if weights is None:
             return
-        if self.collective.rank == 0 and has_better(self.job, val_loss):
+        if self.collective.rank == 0 and has_better(self.job, val_loss, self.valid):
             weights.drain()
         else:
-            write, target = partial(save_best_adapters, self.job, weights, iteration, val_loss), self.job.adapter_path
-            self._write(iteration, target / BEST_FILE, weights, write, last=False, val_loss=val_loss)
+            write = partial(save_best_adapters, self.job, weights, iteration, val_loss, self.valid)
+            self._write(iteration, self.job.adapter_path / BEST_FILE, weights, write, last=False, val_loss=val_loss)
         # No rank continues before the save is done.
         self.collective.barrier()
 

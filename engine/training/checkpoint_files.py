@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.protocol.attempt import regular_descriptor, sync_file
+from engine.protocol.checksums import BASE_MODEL
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.training.reporting import BestValidation, Files, Reporter, ReportWindow
@@ -440,8 +441,7 @@ def check_manifest(
 
 def check_inputs(manifest: Manifest, present: Sequence[Mapping[str, str]], reporter: Reporter, *, accept: bool) -> None:
     """Its data and its base model are those that any rank has now (`present`: Origin.inputs). Raises JobError."""
-    saved = {ORDER: None, **manifest.inputs}
-    changed = [name for name, value in saved.items() if all(held.get(name) != value for held in present)]
+    changed = _changed({ORDER: None, **manifest.inputs}, present)
     if "train.jsonl" in changed:
         changed = [name for name in changed if name != ORDER]
     if not changed:
@@ -453,3 +453,12 @@ def check_inputs(manifest: Manifest, present: Sequence[Mapping[str, str]], repor
             "--accept-changed-data`, or start a new run with `flightdeck launch`"
         )
     reporter.warn(f"{message}, and --accept-changed-data goes on all the same")
+
+
+def best_so_far(manifest: Manifest, present: Sequence[Mapping[str, str]]) -> Mapping[str, Any]:
+    """Its best validation; none where that was of other data or of another base model than now (see check_inputs)."""
+    return {} if {"valid.jsonl", BASE_MODEL}.intersection(_changed(manifest.inputs, present)) else manifest.best
+
+
+def _changed(saved: Mapping[str, str | None], present: Sequence[Mapping[str, str]]) -> list[str]:
+    return [name for name, value in saved.items() if all(held.get(name) != value for held in present)]

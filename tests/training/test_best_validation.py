@@ -193,11 +193,12 @@ def test_what_was_never_trained_is_not_saved_as_the_best(
 def test_a_worse_validation_of_the_same_run_does_not_replace_the_file(tiny: Tiny, tmp_path: Path) -> None:
     job = make_job(tiny, tmp_path / "run", save_best=True)
     job.adapter_path.mkdir(parents=True)
-    assert not has_better(job, 2.0)
-    save_best_adapters(job, WeightStream.of({"w": mx.zeros(3)}), 9, 2.0)
-    assert [has_better(job, loss) for loss in (2.1, 2.0, 1.9)] == [True, False, False]
+    assert not has_better(job, 2.0, "v")
+    save_best_adapters(job, WeightStream.of({"w": mx.zeros(3)}), 9, 2.0, "v")
+    assert [has_better(job, loss, "v") for loss in (2.1, 2.0, 1.9)] == [True, False, False]
     other = make_job(tiny, tmp_path / "other", save_best=True, adapter_path=str(job.adapter_path))
-    assert not has_better(other, 2.1)
+    assert not has_better(other, 2.1, "v")
+    assert not has_better(job, 2.1, "other validation data")
 
 
 KEYS: dict[str, Any] = {"val_batches": -1, "steps_per_eval": 3, "save_best": True, "save_every": 1000}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -190,6 +191,23 @@ def test_a_state_of_other_data_or_another_base_model_is_used_only_when_told(tmp_
     assert messages == [
         "train.jsonl changed since the state of iteration 8 was saved, and --accept-changed-data goes on all the same"
     ]
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "valid.jsonl", "the base model"])
+def test_the_best_validation_is_not_one_of_other_data_or_of_another_base_model(tmp_path: Path, name: str) -> None:
+    present = {**INPUTS, "valid.jsonl": "crc32 00000003"}
+    best = {"loss": 1.5, "iteration": 6, "since": 1}
+    for update, inputs in ((3, present), (4, {**present, name: "crc32 00000004"})):
+        store.write(tmp_path / "a", replace(snapshot(update), best=best), origin(inputs=inputs))
+
+    def run(collective: Collective) -> ResumePoint:
+        reports = reporter(tmp_path / f"e{collective.rank}", collective.rank)
+        accepting = spec(accept_changed_data=True)
+        search = Resume(collective, cast("Strategy", FakeStrategy()), origin(inputs=present), reports, accepting)
+        return search.run({tmp_path / "a": None})
+
+    (start,) = together(1, run)
+    assert (start.update, start.best) == (4, best if name == "train.jsonl" else {})
 
 
 def test_a_state_of_another_order_of_the_examples_is_used_only_when_told(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from engine.training.checkpoint_files import (
     Manifest,
     Origin,
     ResumePoint,
+    best_so_far,
     check_inputs,
     check_manifest,
     first_restored,
@@ -161,6 +162,8 @@ class Resume:
     _refused: int = 0
     _paths: list[Path] = field(default_factory=list)
     """This rank's copies, by number."""
+    _present: list[dict[str, str]] = field(default_factory=list)
+    """Every rank's Origin.inputs."""
 
     def run(self, folders: StateFolders, *, adapter: bool = False) -> ResumePoint:
         """Restore the newest complete state and report it. `adapter`: the model has the weights of an adapter file,
@@ -182,8 +185,8 @@ class Resume:
         ]
         states = complete_states(copies, any_part=self.strategy.any_part)
         if states:
-            present = all_gather_object(self.collective, dict(self.origin.inputs))
-            check_inputs(states[0][0][0].manifest, present, self.reporter, accept=self.spec.accept_changed_data)
+            self._present = all_gather_object(self.collective, dict(self.origin.inputs))
+            check_inputs(states[0][0][0].manifest, self._present, self.reporter, accept=self.spec.accept_changed_data)
         yield from map(self._restore, states)
 
     def _own_copies(self, folders: StateFolders) -> list[tuple[str, Author | None]]:
@@ -310,4 +313,5 @@ class Resume:
         source = "checkpoint" if chosen[0].author is None else "emergency"
         recorded = all(copy.manifest.check_recorded(self.spec.manifests, copy.author) for copy in chosen)
         whose = ", every rank's own part of it" if rank is None else f", rank {rank}'s"
-        return ResumePoint(**manifest.facts(), source=source, rank=rank, recorded=recorded, saved_by=whose)
+        facts = {**manifest.facts(), "best": best_so_far(manifest, self._present)}
+        return ResumePoint(**facts, source=source, rank=rank, recorded=recorded, saved_by=whose)
