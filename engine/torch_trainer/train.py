@@ -132,10 +132,11 @@ class TorchLoop(TrainingLoop):
         return min(-(-first // self.job.grad_accumulation_steps) * self.job.grad_accumulation_steps, self.job.iters)
 
     def _between(self, iteration: int, *, save: bool) -> None:
-        if self.checkpoints.due(self.point.update):
-            self.checkpoints.save(self.point)
+        # Before the state: a training that resumes from it would not save them.
         if save:
             self._save(self.job.adapter_path, last=False)
+        if self.checkpoints.due(self.point.update):
+            self.checkpoints.save(self.point)
 
     def train(self, first: int, last: int) -> None:
         """The iterations from `first` to `last`, and one step of the optimizer with their mean loss."""

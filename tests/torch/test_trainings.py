@@ -98,6 +98,15 @@ def test_an_update_without_targets_takes_no_step(tiny: Tiny, tmp_path: Path) -> 
     assert any("no token is a target" in event["message"] for event in run.events("warning"))
 
 
+def test_the_weights_that_are_due_with_a_state_are_saved_before_it(tiny: Tiny, tmp_path: Path) -> None:
+    run = run_torch(tmp_path, torch_job(tiny, iters=3, save_every=2), fields={"checkpoint_every": 2})
+    committed = [event for event in run.events("checkpoint") if event["phase"] == "committed"]
+    assert [(event["iteration"], event.get("kind", "weights")) for event in committed][:2] == [
+        (2, "weights"),
+        (2, "state"),
+    ]
+
+
 def test_a_state_is_sent_to_the_nodes_that_lack_it(tiny: Tiny, tmp_path: Path) -> None:
     """Two nodes, each with its own part; then a third one, the newest part on one of them is damaged, and a file of the
     state before cannot be put on the third."""
