@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine.cluster.probe_results import AdapterWeights, CheckpointStorage
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError
-from engine.job.traits import FRAMEWORKS
+from engine.job.traits import FRAMEWORKS, STRATEGY_TRAITS
 from engine.models import CheckResult
 from engine.plan.document import Disabled
 from engine.plan.memory.shape import ModelShape
@@ -158,8 +159,16 @@ async def save_size(context: CheckContext) -> SaveSize:
     settings, batch = config.job.mlx_lm, plan.batch_configuration
     iterations = (batch.updates or 0) * (batch.gradient_accumulation_steps or 1)
     saves = iterations // int(settings["save_every"]) + 2 + bool(settings.get("save_best"))
-    states = _STATE_BYTES * state_count(config)
-    return SaveSize(trained * size, trained * (size * saves + states), memory.layers)
+    state, part, strategy = _STATE_BYTES, 1.0, STRATEGY_TRAITS[config.job.strategy]
+    if strategy.averages:
+        # Each rank's has the weights of the last averaging, too, and the outer momentum.
+        state += 4 * (1 + bool(settings["outer_momentum"]))
+    optimizer = [rank.optimizer_bytes for rank in memory.ranks]
+    if strategy.partitioned and any(optimizer):
+        # A rank writes its own part, of which the optimizer's state has the size relative to the others'.
+        part = max(optimizer) / sum(optimizer)
+    states = math.ceil(state * part * state_count(config) * trained)
+    return SaveSize(trained * size, trained * size * saves + states, memory.layers)
 
 
 def state_count(config: Config) -> int:

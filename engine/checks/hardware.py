@@ -18,6 +18,7 @@ from engine.cluster.probe_results import PortHolder
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, plural
+from engine.job.traits import STRATEGY_TRAITS
 from engine.models import CheckResult, NodeFacts
 from engine.plan.document import PlanIssue
 from engine.plan.network import NetworkPlan, node_obstacles, ranks_of_host
@@ -70,8 +71,10 @@ def evaluate(  # noqa: PLR0913
         _check_ports(node, held.get(node.name, {}), on_node)
     reported = any((memory_share(need) or 0) > 1 for need in needed.values())
     # The plan's refusals block a launch until the job is changed or this check is skipped by its name.
+    # One after the first is of the machine's own memory beside its GPUs, which no node's line has.
+    shown = next((refusal for refusal in refusals if refusal.name == _MEMORY), None) if reported else None
     for refusal in refusals:
-        text = refusal.todo if reported and refusal.name == _MEMORY else refusal.text
+        text = refusal.todo if refusal is shown else refusal.text
         findings.overall.faults += [text] if text else []
     return findings.verdict(f"{plural(len(config.nodes), 'node')} fit for the job")
 
@@ -141,6 +144,8 @@ def _check_rdma(config: Config, facts: NodeFacts, findings: NodeFindings) -> Non
     backend = config.cluster.backend
     required = backend in _JACCL
     several = len({node.ssh for node in config.nodes}) > 1
+    if not config.job.kind.framework.by_mlx_launch or STRATEGY_TRAITS[config.job.strategy].averages:
+        return
     if not required and not (backend == "auto" and several and facts.system == "Darwin"):
         return
     obstacles = node_obstacles(facts)

@@ -19,7 +19,7 @@ from engine.cluster.probe_results import AddressProblems, ListeningPorts
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, plural
-from engine.job.traits import FRAMEWORKS
+from engine.job.traits import FRAMEWORKS, STRATEGY_TRAITS
 from engine.launch.hostfile import RING, write_hostfile
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
@@ -74,7 +74,7 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
     if findings.faulty:
         return findings.verdict()
     if not all(node.local for node in nodes):
-        for targets in connections(network):
+        for targets in connections(network, local=STRATEGY_TRAITS[context.config.job.strategy].averages):
             if not findings.faulty:
                 await _check_connections(context, targets, ips, findings)
     reads = "MLX reads " * FRAMEWORKS[network.framework].by_mlx_launch
@@ -82,18 +82,18 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
     return findings.verdict(passed, advice="check the cable and the firewall between them")
 
 
-def neighbours(network: NetworkPlan) -> dict[int, int]:
-    """Rank → the rank it connects to: the next one of the ring; with other backends rank 0."""
+def neighbours(network: NetworkPlan, *, local: bool = False) -> dict[int, int]:
+    """Rank → the rank it connects to: the next one of the ring; with other backends, and strategy "local", rank 0."""
     ranks = len(network.hosts)
-    if network.backend == RING:
+    if network.backend == RING and not local:
         return {rank: (rank + 1) % ranks for rank in range(ranks) if ranks > 1}
     return dict.fromkeys(range(1, ranks), 0)
 
 
-def connections(network: NetworkPlan) -> list[dict[int, int]]:
+def connections(network: NetworkPlan, *, local: bool = False) -> list[dict[int, int]]:
     """Rounds of rank → the rank it connects to. Gloo and NCCL connect every pair of machines, in both directions."""
     if network.framework != "torch":
-        return [neighbours(network)]
+        return [neighbours(network, local=local)]
     # The first rank of each machine.
     firsts = list({host.ssh: rank for rank, host in reversed(list(enumerate(network.hosts)))}.values())[::-1]
     count = len(firsts)

@@ -85,6 +85,8 @@ class StrategyTraits:
     least_ranks: int = 1
     divides_batch: bool = True
     """A rank computes its own sequences of a batch, and not all of them."""
+    averages: bool = False
+    """Each rank has its own weights between averagings, over a TCP connection of its own to rank 0."""
 
 
 _NO_REPLICAS = "the state is partitioned, so there are no replicas to compare"
@@ -95,7 +97,7 @@ STRATEGY_TRAITS: Final = {
         StrategyTraits("data"),
         StrategyTraits("sharded", True, _NO_REPLICAS),
         StrategyTraits("pipeline", True, _NO_REPLICAS, least_ranks=2, divides_batch=False),
-        StrategyTraits("local", uncompared="the ranks' weights differ between averagings"),
+        StrategyTraits("local", uncompared="the ranks' weights differ between averagings", averages=True),
         StrategyTraits("auto", uncompared=_NO_CHECKSUMS),
         StrategyTraits("ddp", uncompared=_NO_CHECKSUMS),
         StrategyTraits("fsdp", True, _NO_REPLICAS),

@@ -10,10 +10,11 @@ import ipaddress
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError, spans
-from engine.models import Cable, NodeFacts, Topology
+from engine.models import Cable, Interface, NodeFacts, Topology
 from engine.security.identifiers import LOCAL, SshTarget
 
 Network = ipaddress.IPv4Network
@@ -22,6 +23,8 @@ _NO_CABLE_ADDRESSES = "their ends have no addresses in a common network: `flight
 _POINT_TO_POINT = 31
 """Networks with this prefix length or a longer one have no room for two hosts."""
 _WIFI_NAMES = frozenset({"Wi-Fi", "WLAN", "AirPort"})
+_VPN_NAMES = ("utun", "tun", "tap", "wg", "tailscale", "ppp", "ipsec")
+"""How the names of a VPN's interfaces begin."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class _Address:
     network: Network
     interface: str
     thunderbolt: bool
-    wifi: bool
+    slow: Literal["", "Wi-Fi", "a VPN"]
 
 
 def choose_addresses(
@@ -131,19 +134,21 @@ def _shared_network(
     targets = [_address_of(SshTarget.parse(node.ssh).host) for node in nodes]
     reached = [ip for ip in targets if ip is not None and not ip.is_loopback]
 
-    def worse(network: Network) -> tuple[bool, int, bool]:
+    def worse(network: Network) -> tuple[bool, bool, int, bool]:
         addresses = shared[network].values()
+        vpn = any(address.slow == "a VPN" for address in addresses)
         thunderbolt = all(address.thunderbolt for address in addresses)
         far = sum(ip not in network for ip in reached)
         # With RDMA the bridge is down and a cable reaches only one peer, so any other network is better.
-        return thunderbolt != ring, far, any(address.wifi for address in addresses)
+        return thunderbolt != ring, vpn, far, any(address.slow for address in addresses)
 
     best, *others = sorted(shared, key=lambda network: (worse(network), network))
     chosen = shared[best]
     warnings = []
     # Through RDMA go the gradients themselves: the ranks only find each other on this network.
-    if any(address.wifi for address in chosen.values()) and not backend.startswith("jaccl"):
-        warnings.append(f"{best} is Wi-Fi, which is slow for training")
+    slow = next((address.slow for address in chosen.values() if address.slow), None)
+    if slow is not None and not backend.startswith("jaccl"):
+        warnings.append(f"{best} is {slow}, which is slow for training")
     if ring and topology.cables and not all(address.thunderbolt for address in chosen.values()):
         addressed = all(shared_addresses(cable, facts.values()) for cable in topology.cables)
         why = "they do not join each rank with the next" if addressed else _NO_CABLE_ADDRESSES
@@ -245,8 +250,14 @@ def _addresses(fact: NodeFacts | None) -> Iterator[_Address]:
                 network=address.network,
                 interface=interface.name,
                 thunderbolt=interface.name in ports or interface.name in bridges,
-                wifi=interface.port_name in _WIFI_NAMES or interface.name.startswith("wl"),
+                slow=_slow(interface),
             )
+
+
+def _slow(interface: Interface) -> Literal["", "Wi-Fi", "a VPN"]:
+    if interface.name.startswith(_VPN_NAMES):
+        return "a VPN"
+    return "Wi-Fi" if interface.port_name in _WIFI_NAMES or interface.name.startswith("wl") else ""
 
 
 POOL = ipaddress.IPv4Network("192.168.0.0/16")

@@ -113,7 +113,7 @@ def _setup(context: PlanContext, *, enabled: bool) -> tuple[str, ...]:
             steps.append(f"InfiniBand for training is supported from {network.INFINIBAND_PLATFORM}")
             steps += [] if enabled else ["not every node has active InfiniBand: NCCL uses TCP"]
         return tuple(steps)
-    if context.platform != "apple":
+    if context.platform != "apple" or not context.job.kind.framework.by_mlx_launch:
         return ()
     steps = [] if enabled else [f"once per Mac: {ENABLE_RDMA} ({_RDMA_GAIN})"]
     facts = [fact for name in context.names if (fact := context.facts.get(name)) is not None]

@@ -109,6 +109,18 @@ async def test_what_is_needed_follows_the_adapters_and_how_often_they_are_saved(
         assert state.needed_bytes == state.saved_bytes * files + 2 * 3 * 3 * state.saved_bytes
 
 
+@pytest.mark.parametrize(("strategy", "weights"), [("data", 3), ("sharded", 1.5), ("pipeline", 3), ("local", 5)])
+async def test_a_rank_needs_room_for_what_it_writes(saving: Config, strategy: str, weights: float) -> None:
+    """In float32 values per trained parameter. The second stage has both layers that are trained."""
+    job = with_settings(saving, outer_momentum=0.9, optimizer="adamw").job.model_copy(update={"strategy": strategy})
+    async with fleet_of(saving) as fleet:
+        context = CheckContext(saving.model_copy(update={"job": job}), fleet)
+        state = await check.save_size(context)
+        await context.close()
+    assert state.saved_bytes is not None
+    assert state.needed_bytes == state.saved_bytes * 4 + 2 * 3 * weights * state.saved_bytes
+
+
 async def test_what_is_needed_is_known_of_a_job_by_tokens(saving: Config) -> None:
     async with fleet_of(saving) as fleet:
         context = CheckContext(with_settings(saving, batch_size=None, batch_tokens=64, iters=None, epochs=1), fleet)

@@ -92,6 +92,13 @@ def test_memory_hides_no_other_refusal_and_is_reported_once() -> None:
     assert "it fits on no node" not in result.summary
 
 
+def test_a_shortage_of_the_machines_own_memory_is_told_beside_that_of_its_gpu() -> None:
+    texts = ("ultra needs 500 GB of 412 GB", "ultra needs 90 GB of 64 GB of its machine's memory for the moments")
+    refusals = tuple(PlanIssue(name="memory", text=text, todo="it fits with less") for text in texts)
+    result = evaluated(studio(), mac("ultra"), mac("max"), need=memory(500), refusals=refusals)
+    assert texts[1] in result.summary and result.summary.startswith("it fits with less; ")
+
+
 def test_it_runs_after_the_sync_that_may_bring_the_model() -> None:
     assert sync.NAME in check.CHECK.after
     assert sync.NAME in performance.CHECK.after
@@ -106,6 +113,10 @@ def test_rdma_that_is_off_fails_only_where_jaccl_is_demanded_and_says_that_a_per
     tried = evaluated(studio(), mac("ultra"), off)
     assert (tried.status, "max: no RDMA: RDMA is disabled" in tried.summary) == (CheckStatus.WARN, True)
     assert evaluated(studio(backend="ring"), mac("ultra"), off).status is CheckStatus.PASS
+    for unable in ({"strategy": "local"}, {"framework": "torch"}):
+        job = studio().job.model_copy(update=unable)
+        tried = evaluated(studio().model_copy(update={"job": job}), mac("ultra"), off)
+        assert "RDMA" not in tried.summary, unable
 
 
 def test_an_older_macos_is_named_where_jaccl_is_demanded() -> None:

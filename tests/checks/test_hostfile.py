@@ -60,6 +60,10 @@ def test_each_rank_connects_to_whom_mlx_has_it_connect_to(backend: str, ranks: i
     assert check.neighbours(wired(backend, ranks)) == towards
 
 
+def test_with_local_every_rank_connects_to_rank_0() -> None:
+    assert check.connections(wired("ring", 3), local=True) == [{1: 0, 2: 0}]
+
+
 async def test_a_backend_that_is_impossible_is_reported_once(config: Config) -> None:
     demanded = config.model_copy(update={"cluster": ClusterConfig(backend="jaccl")})
     checks = {each.name: replace(each, needs=()) for each in (check.CHECK, ports.CHECK)}

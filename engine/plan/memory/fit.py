@@ -9,6 +9,7 @@ from typing import Literal
 
 from engine.config.models import NodeConfig
 from engine.errors import InputError, memory_text
+from engine.job.traits import STRATEGY_TRAITS
 from engine.models import NodeFacts
 from engine.plan.context import PlanContext, usable_calibration, why_unused
 from engine.plan.document import (
@@ -56,6 +57,8 @@ _WORTH_NAMING = 0.1
 _Source = Literal["estimate", "calibration"]
 WORKING_SET = 0.75
 """Share of a Mac's memory, about Metal's recommended working set; used when a node did not report its limit."""
+_SMALL_MAC_BYTES, _SMALL_WORKING_SET = 32 * 2**30, 2 / 3
+"""Up to this memory it is less: mx.device_info() of a Mac with 8 GB."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,8 @@ def memory_fit(context: PlanContext) -> MemoryFit:
         workloads = tuple(with_settings(workload, choice.settings) for workload in asked)
         needs = [estimate(shape, workload) for workload in workloads]
         most = [
-            _largest_batch(context, place.node, shape, workload, place.limit_bytes)
-            for place, workload in zip(places, workloads, strict=True)
+            _largest_batch(context, rank, shape, workload, place.limit_bytes)
+            for rank, (place, workload) in enumerate(zip(places, workloads, strict=True))
             if place.limit_bytes is not None
         ]
     except InputError as error:
@@ -188,7 +191,8 @@ def _place(context: PlanContext, node: NodeConfig) -> RankPlace:
     elif total is None:
         limit_from, shared = "the node did not report its memory", ""
     elif mac:
-        limit, limit_from = int(total * WORKING_SET), f"{WORKING_SET:.0%} of memory, since the GPU's limit is not known"
+        share = _SMALL_WORKING_SET if total <= _SMALL_MAC_BYTES else WORKING_SET
+        limit, limit_from = int(total * share), f"{share:.0%} of memory, since the GPU's limit is not known"
     size = limit // ranks if limit is not None else None
     fuses = _fusing_device(facts, context.job.env)
     return RankPlace(name, size, on_machine, total if mac else None, limit_from=f"{limit_from}{shared}", fuses=fuses)
@@ -273,17 +277,18 @@ def _fusing_device(facts: NodeFacts, env: Mapping[str, str]) -> Fusing | None:
 
 def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[RankWorkload]:
     """The first stage has as many micro-batches in flight as there are stages, the last stage only one."""
-    stages = common.world_size
-    pieces = micro_batches(batch, stages)
     return [
-        replace(
-            common,
-            batch=-(-batch // pieces) * min(pieces, stages - stage),
-            layers=split[stage] if split is not None else None,
-            accumulation=max(common.accumulation, min(pieces, 2)),
-        )
-        for stage in range(stages)
+        _with_batch(replace(common, layers=split[stage] if split is not None else None), batch, stage)
+        for stage in range(common.world_size)
     ]
+
+
+def _with_batch(workload: RankWorkload, batch: int, stage: int) -> RankWorkload:
+    """The stage's, with what it has in flight of a global batch of so many sequences."""
+    stages = workload.world_size
+    pieces = micro_batches(batch, stages)
+    in_flight = -(-batch // pieces) * min(pieces, stages - stage)
+    return replace(workload, batch=in_flight, accumulation=max(workload.accumulation, min(pieces, 2)))
 
 
 def _rank_memory(
@@ -313,10 +318,16 @@ def rank_memory(need: MemoryBreakdown, node: str, limit: tuple[int | None, str],
     )
 
 
-def _largest_batch(context: PlanContext, node: str, shape: ModelShape, workload: RankWorkload, size: int) -> int:
-    """Most sequences that fit `size` bytes."""
-    estimate_of = estimates(shape, workload)
-    return largest_batch(lambda n: _need(context, node, replace(workload, batch=n), estimate_of(n))[0], size)
+def _largest_batch(context: PlanContext, rank: int, shape: ModelShape, workload: RankWorkload, size: int) -> int:
+    """Most sequences that fit `size` bytes of the rank; of a pipeline, of the global batch for each rank."""
+
+    def load(sequences: int) -> RankWorkload:
+        if not STRATEGY_TRAITS[workload.strategy].divides_batch:
+            return _with_batch(workload, sequences * context.ranks, rank)
+        return replace(workload, batch=sequences)
+
+    estimate_of, node = estimates(shape, load(1)), context.names[rank]
+    return largest_batch(lambda n: _need(context, node, load(n), estimate_of(load(n).batch))[0], size)
 
 
 def _need(

@@ -194,6 +194,18 @@ def test_the_network_by_which_ssh_goes_is_preferred_then_one_without_a_radio() -
     assert network.warnings == ("10.1.0.0/24 is Wi-Fi, which is slow for training",)
 
 
+def test_a_vpn_is_taken_only_where_there_is_nothing_else() -> None:
+    two = ("en0 192.168.1.{}/24", "utun4 10.8.0.{}/24")
+    a, b = (linux(name, *(text.format(k) for text in two)) for k, name in ((1, "a"), (2, "b")))
+    # Also where ssh goes by it.
+    for nodes in ((node("a"), node("b")), (node("a", "10.8.0.1"), node("b", "10.8.0.2"))):
+        seen = [fact.model_copy(update={"host": one.ssh}) for fact, one in zip((a, b), nodes, strict=True)]
+        network = wired(config(*nodes), *seen)
+        assert (network.hosts[1].ips, network.warnings) == (("192.168.1.2",), ())
+    alone = wired(config(node("a"), node("b")), linux("a", "wg0 10.8.0.1/24"), linux("b", "wg0 10.8.0.2/24"))
+    assert alone.warnings == ("10.8.0.0/24 is a VPN, which is slow for training",)
+
+
 def test_a_wifi_on_which_ranks_only_find_each_other_is_no_warning() -> None:
     macs = addressed(mesh(2))
     facts = [

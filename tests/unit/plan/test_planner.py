@@ -1025,3 +1025,32 @@ def test_mlx_reads_the_hostfiles_as_intended(tmp_path: Path) -> None:
     for output, (_, network) in zip(read, meant, strict=True):
         hosts = [[host.ssh, host.ips, host.rdma or ()] for host in network.hosts]
         assert json.loads(output) == json.loads(json.dumps(hosts))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_the_largest_batch_of_a_pipeline_is_one_that_the_plan_accepts(stages: int) -> None:
+    macs = [mac(f"n{rank}", rank, "Apple M3 Ultra", 96) for rank in range(stages)]
+    # All that would else be chosen by the memory that a batch leaves.
+    keys = {"grad_checkpoint": True, "optimizer_precision": "kahan", "moments": "8bit", "sequence_tiling": 0}
+
+    def asked(batch: int) -> TrainingPlan:
+        return make_plan(inputs(macs, job={"strategy": "pipeline"}, settings=FULL | keys | {"batch_size": batch}))
+
+    largest = asked(stages).batch_configuration.largest_per_gpu_batch_size
+    assert largest
+    assert "memory" not in names(asked(largest * stages), "refusals")
+    assert "memory" in names(asked((largest + 1) * stages), "refusals")
+
+
+def test_a_mac_of_up_to_32_gb_lets_its_gpu_use_two_thirds() -> None:
+    for size, limit in ((16, 2 / 3), (32, 2 / 3), (36, 0.75)):
+        air = mac("air", 0, "Apple M4", size).model_copy(update={"gpu_limit_bytes": None})
+        memory = make_plan(inputs([air])).memory
+        assert isinstance(memory, MemorySection)
+        (rank,) = memory.ranks
+        assert rank.limit_bytes == int(size * 2**30 * limit)
+        assert rank.limit_from.startswith(f"{limit:.0%} of memory")
+
+
+def test_pytorch_gets_no_advice_on_rdma() -> None:
+    assert make_plan(inputs(ultra_and_max(), job={"framework": "torch"})).rdma_config.setup == ()
