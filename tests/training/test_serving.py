@@ -201,7 +201,7 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("prompt must be a text", {"prompt": ["a", "b"]}),
     ("the prompt has no tokens", {"prompt": ""}),
     ("logit_bias names what is no token", {"logit_bias": {"385": 1}}),
-    ("int too large to convert to float", {"temperature": 10**400}),
+    ("", {"temperature": 10**400}),
     ("", {"repetition_penalty": 10**400}),
 )
 

@@ -185,9 +185,6 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
     keys = json.loads(settings)
     loader = _transformers if keys.get("framework") == "torch" else _mlx_lm
     load, fast = functools.lru_cache(None)(functools.partial(loader, Path(model), keys)), None
-    if not Path(model).is_dir():
-        # The libraries would take its path for a name on the Hub.
-        return {"problem": f"there is no {model}"}
     try:
         with contextlib.suppress(Exception):
             fast = importlib.import_module("tokenizers").Tokenizer.from_file(f"{model}/tokenizer.json")
@@ -199,7 +196,9 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
     except DataError as error:
         return {"refused": [{"file": files[0], "line": 0, "count": 1, "why": str(error)}]}
     except Exception as error:
-        return {"problem": f"{type(error).__name__}: {error}"}
+        # The libraries take the path of a folder that is not there for a name on the Hub.
+        absent = not Path(model).is_dir()
+        return {"problem": f"there is no {model}" if absent else f"{type(error).__name__}: {error}"}
     refused = [refusal for trial in trials for refusal in trial.refused.values()]
     measured = {"tallies": {str(trial.path): trial.tally for trial in trials}}
     return {"refused": refused[:_REFUSED], **measured, "lengths": dict(zip(files, (trial.lengths for trial in trials)))}  # noqa: B905
