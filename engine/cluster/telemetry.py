@@ -137,7 +137,8 @@ class TelemetryParser:
         self._ticks: tuple[int, int] | None = None
         self._traffic: sensors.Traffic | None = None
         self._slow: dict[str, Any] = {}
-        self._tools: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}
+        """What the system's own tools and files told last: where that costs much, they are not read for each sample."""
 
     def read(self, line: bytes) -> dict[str, Any] | None:
         """Fields of NodeTelemetry; None for a line that is not a sample."""
@@ -155,30 +156,30 @@ class TelemetryParser:
         return values | self._slow
 
     def _linux(self, sample: dict[str, Any]) -> dict[str, Any]:
-        _, memory_used, swap_used = hardware.linux_memory(_text(sample.get("meminfo")))
-        values: dict[str, Any] = {
-            "cpu_use": self._cpu(sensors.cpu_ticks(_text(sample.get("cpu")))),
-            "memory_used_bytes": memory_used,
-            "swap_used_bytes": swap_used,
-            "cpu_temperature_c": sensors.number(sample.get("cpu_temperature_c")),
-            "source": "/proc",
-        }
-        lines = sample.get("nvidia")
+        if "cpu" in sample:
+            _, memory_used, swap_used = hardware.linux_memory(_text(sample.get("meminfo")))
+            self._own = {
+                "cpu_use": self._cpu(sensors.cpu_ticks(_text(sample["cpu"]))),
+                "memory_used_bytes": memory_used,
+                "swap_used_bytes": swap_used,
+                "cpu_temperature_c": sensors.number(sample.get("cpu_temperature_c")),
+                "source": "/proc",
+            }
+        values, lines = self._own, sample.get("nvidia")
         if isinstance(lines, list):
             texts = [_text(line) for line in lines]
             texts = [text for text in texts if text.partition(",")[0].strip() == str(self._gpu)] or texts
             readings, memory = sensors.parse_nvidia_smi(texts)
-            values |= readings | {"gpu_memory": memory, "source": "/proc, nvidia-smi"}
+            values = values | readings | {"gpu_memory": memory, "source": "/proc, nvidia-smi"}
         return values
 
     def _mac(self, sample: dict[str, Any]) -> dict[str, Any]:
         if "macmon" in sample:
             values: dict[str, Any] = {**sensors.parse_macmon(_text(sample["macmon"])), "source": "macmon"}
         elif "vm_stat" not in sample:
-            # A slow Mac's tools are asked less often.
-            values = self._tools
+            values = self._own
         else:
-            values = self._tools = {
+            values = self._own = {
                 "memory_used_bytes": hardware.mac_memory_used(_text(sample.get("vm_stat"))),
                 "swap_used_bytes": sensors.mac_swap_used(_text(sample.get("swapusage"))),
                 "gpu_use": sensors.mac_gpu_use(_text(sample.get("ioreg"))),

@@ -193,6 +193,15 @@ def test_a_mac_without_macmon() -> None:
     assert later == {**values, "cpu_use": 0.0}, "what the tools said last stays until they are asked again"
 
 
+def test_a_linux_machine_whose_files_are_read_for_some_samples_alone() -> None:
+    reader, without = TelemetryParser(), line(system="Linux", ranks=[])
+    meminfo = "MemTotal: 16 kB\nMemAvailable: 10 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
+    for ticks, use in (("cpu 10 0 10 80", None), ("cpu 30 0 10 160", 0.2)):
+        values = reader.read(line(system="Linux", cpu=ticks, meminfo=meminfo))
+        assert values is not None and (values["cpu_use"], values["memory_used_bytes"]) == (use, 6 * 1024)
+        assert reader.read(without) == {**values, "ranks": ()}, "what they told last stays until then"
+
+
 @pytest.mark.parametrize(
     "junk", [b"", b"Welcome to ultra", b"[1]", b"{}", line(system="Plan9"), b"[" * 100_000, b"9" * 5000, b"\xff\x00"]
 )
