@@ -211,7 +211,7 @@ def test_what_one_client_sends_ends_no_answer_of_another(trained: Trained, tmp_p
         asked: dict[str, Any] = {"model": "mine", "prompt": "a", "max_tokens": 2}
         other = client.completions.create(**asked | {"max_tokens": ENDLESS}, stream=True)
         for why, wrong in REFUSED:
-            with pytest.raises(openai().BadRequestError, match=why):
+            with pytest.raises(openai().BadRequestError, match=why or None):
                 client.completions.create(**asked, extra_body=wrong)
         assert next(other).choices[0].text and client.completions.create(**asked).choices[0].text
 
