@@ -24,7 +24,7 @@ from engine.config.models import ClusterConfig, Config, DataConfig, JobConfig, N
 from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus, PreflightReport, SyncReport
 from engine.notify.channels import send_to_all
-from engine.protocol.manifest import hub_name
+from engine.protocol.manifest import DATA_PREFIX
 from engine.security.audit import audit_log
 from engine.security.identifiers import safe_repr
 from engine.snapshots import ChannelAnswer, Notification
@@ -64,7 +64,7 @@ class ChecksApi:
         name, subset = data_and_subset(data)
         if subset and (accepted := subset_form(subset)):
             raise InputError(f"{safe_repr(subset)} is not a subset", todo=f"give {accepted}")
-        path = name if hub_name(name) else str(Path(name).expanduser().absolute())
+        path = name if name.startswith(DATA_PREFIX) else str(Path(name).expanduser().absolute())
         node = NodeConfig(name="here", python=sys.executable, workdir=str(Path.cwd()), data=path)
         job = JobConfig(name="data", data=path, model=chosen, mlx_lm=with_defaults({}))
         return Config(cluster=ClusterConfig(), nodes=(node,), job=job, data=DataConfig(subset=subset))

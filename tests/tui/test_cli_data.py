@@ -61,6 +61,14 @@ def test_a_data_set_in_the_cache_is_named_with_its_subset(
         assert (done.code, why in " ".join((done.out + done.err).split())) == (code, True), done.out + done.err
 
 
+def test_a_folder_below_a_folder_is_no_name_on_the_hub(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "org" / "set").mkdir(parents=True)
+    rows = [json.dumps({"prompt": f"level {number}?", "completion": "three"}) for number in range(30)]
+    (tmp_path / "org" / "set" / "train.jsonl").write_text("\n".join(rows))
+    done = flightdeck(home, "data", "org/set", cwd=tmp_path)
+    assert done.code == 0 and f"{tmp_path}/org/set on here" in done.out, done.out + done.err
+
+
 def test_lengths_are_summed_up_and_what_is_masked_is_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     file = JsonlSummary(lines=100, examples=100, sha256="a", form="chat", faults=[], fault_count=0, foreign=None)
     row = ShownRow(line=7, masked="user: wind?", trained="assistant: calm", tokens=12, targets=5, cut=2)
