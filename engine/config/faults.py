@@ -154,7 +154,8 @@ def _shown(path: Sequence[object], value: object) -> str:
     no form. A variable of `env` is one, whatever its name."""
     *tables, name = ".".join(map(str, path)).split(".")
     of_job = name == "env" or tables[-1:] == ["env"]
-    if (of_job and not is_public(name)) or (is_secret(name) and isinstance(value, str)):
+    within = isinstance(value, Mapping) and any(is_secret(str(key)) for key in value)
+    if (of_job and not is_public(name)) or (is_secret(name) and isinstance(value, str)) or within:
         return REDACTED
     text = redact(safe_repr(value, _UNCUT))
     return text if len(text) <= _VALUE_WIDTH else f"{text[: _VALUE_WIDTH - 1]}…"
