@@ -23,7 +23,7 @@ from engine.cluster.probe_results import AdapterWeights, CheckpointStorage
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError
-from engine.job.traits import FRAMEWORKS, STRATEGY_TRAITS
+from engine.job.traits import FRAMEWORKS
 from engine.models import CheckResult
 from engine.plan.document import Disabled
 from engine.plan.memory.shape import ModelShape
@@ -159,7 +159,7 @@ async def save_size(context: CheckContext) -> SaveSize:
     settings, batch = config.job.mlx_lm, plan.batch_configuration
     iterations = (batch.updates or 0) * (batch.gradient_accumulation_steps or 1)
     saves = iterations // int(settings["save_every"]) + 2 + bool(settings.get("save_best"))
-    state, part, strategy = _STATE_BYTES, 1.0, STRATEGY_TRAITS[config.job.strategy]
+    state, part, strategy = _STATE_BYTES, 1.0, config.job.kind.strategy
     if strategy.averages:
         # Each rank's has the weights of the last averaging, too, and the outer momentum.
         state += 4 * (1 + bool(settings["outer_momentum"]))

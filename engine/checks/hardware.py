@@ -18,7 +18,6 @@ from engine.cluster.probe_results import PortHolder
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, plural
-from engine.job.traits import STRATEGY_TRAITS
 from engine.models import CheckResult, NodeFacts
 from engine.plan.document import PlanIssue
 from engine.plan.network import NetworkPlan, node_obstacles, ranks_of_host
@@ -144,7 +143,7 @@ def _check_rdma(config: Config, facts: NodeFacts, findings: NodeFindings) -> Non
     backend = config.cluster.backend
     required = backend in _JACCL
     several = len({node.ssh for node in config.nodes}) > 1
-    if not config.job.kind.framework.by_mlx_launch or STRATEGY_TRAITS[config.job.strategy].averages:
+    if not config.job.kind.framework.by_mlx_launch or config.job.kind.strategy.averages:
         return
     if not required and not (backend == "auto" and several and facts.system == "Darwin"):
         return

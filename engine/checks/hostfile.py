@@ -19,7 +19,7 @@ from engine.cluster.probe_results import AddressProblems, ListeningPorts
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, plural
-from engine.job.traits import FRAMEWORKS, STRATEGY_TRAITS
+from engine.job.traits import FRAMEWORKS
 from engine.launch.hostfile import RING, write_hostfile
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
@@ -74,7 +74,7 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
     if findings.faulty:
         return findings.verdict()
     if not all(node.local for node in nodes):
-        for targets in connections(network, local=STRATEGY_TRAITS[context.config.job.strategy].averages):
+        for targets in connections(network, local=context.config.job.kind.strategy.averages):
             if not findings.faulty:
                 await _check_connections(context, targets, ips, findings)
     reads = "MLX reads " * FRAMEWORKS[network.framework].by_mlx_launch

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from engine.config.mlx_lm_keys import TORCH_KEYS
 from engine.config.models import Config, NodeConfig
-from engine.job.traits import STRATEGY_TRAITS
 from engine.measurements import Calibration, Scaling
 from engine.models import NodeFacts
 
@@ -32,7 +31,7 @@ def fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
         "job": {
             **{key: getattr(job, key) for key in ("command", "model", "fine_tune_type", "layer_split", "env")},
             # A step of one rank alone is as of "data"; for the links there is Calibration.connected_as.
-            "strategy": "data" if STRATEGY_TRAITS[job.strategy].averages else job.strategy,
+            "strategy": "data" if job.kind.strategy.averages else job.strategy,
             **{key: job.mlx_lm.get(key) for key in STEP_KEYS},
         },
         "backend": config.cluster.backend,
