@@ -30,7 +30,7 @@ from engine.node.probes import nearest, reason_of
 from engine.protocol.attempt import open_regular, sync_file, write_atomic
 from engine.protocol.manifest import DATA_PREFIX, CopyFile, HubName, copy_files, hub_name, path_is_below
 
-BLOCK, _STEP = 1 << 20, 1 << 18
+_BLOCK, _STEP = 1 << 20, 1 << 18
 """_STEP: what is read, written and passed on at once."""
 _CONNECT_S, _SILENCE_S, _ALIVE_S = 3.0, 8.0, 1.0
 """A server that waits for bytes itself sends an empty frame each _ALIVE_S; one that is silent is taken for gone."""
@@ -56,12 +56,18 @@ def digest_of(length: int, size: int) -> Any:
 
 def hash_file(path: Path, file: CopyFile, limit: int | None = None) -> Any:
     """The hash of its first `limit` bytes, as `file.digest` is one. Raises OSError."""
-    digest, left = digest_of(len(file.digest), file.size), limit if limit is not None else file.size + 1
-    with open_regular(path) as content:
-        while left > 0 and (block := content.read(min(BLOCK, left))):
-            digest.update(block)
-            left -= len(block)
+    digest = digest_of(len(file.digest), file.size)
+    for block in read_blocks(path, file.size + 1 if limit is None else limit):
+        digest.update(block)
     return digest
+
+
+def read_blocks(path: Path, limit: int) -> Iterator[bytes]:
+    """The first `limit` bytes of a file. Raises OSError."""
+    with open_regular(path) as content:
+        while limit > 0 and (block := content.read(min(_BLOCK, limit))):
+            limit -= len(block)
+            yield block
 
 
 class CopyPlace:
@@ -231,7 +237,7 @@ class Transfer:
         enough = min(_STEP, self.files[number].size - offset)
         with self.changed:
             self.changed.wait_for(lambda: self.available[number] - offset >= enough, _ALIVE_S)
-            return min(max(0, self.available[number] - offset), 4 * BLOCK)
+            return min(max(0, self.available[number] - offset), 4 * _BLOCK)
 
     def _opened(self, number: int) -> BinaryIO:
         file = self.files[number]
@@ -313,7 +319,7 @@ class Transfer:
         missing = [number for number, whole in enumerate(self.whole) if not whole]
         with socket.create_connection(upstream, _CONNECT_S) as connection:
             connection.settimeout(_SILENCE_S)
-            with connection.makefile("rb", BLOCK) as answers:
+            with connection.makefile("rb", _BLOCK) as answers:
                 nonce = answers.readline(100).strip()
                 wanted = json.dumps([(number, self.available[number]) for number in missing])
                 connection.sendall(self._proof(nonce) + b"\n" + wanted.encode() + b"\n")

@@ -26,8 +26,7 @@ from engine.node.hub_cache import (
 )
 from engine.node.probes import nearest, reason_of
 from engine.node.probes.model_files import CONFIGURATION
-from engine.node.transfer import BLOCK, digest_of, served
-from engine.protocol.attempt import open_regular
+from engine.node.transfer import digest_of, read_blocks, served
 from engine.protocol.manifest import CopyFile, HubName
 
 _FOLDERS = ("~/models", "~/Models", "~/.lmstudio/models", "~/.cache/lm-studio/models")
@@ -122,13 +121,12 @@ def _manifest(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _hash(path: Path, file: CopyFile, hashed: int) -> Generator[dict[str, Any], None, str]:
     """Its hash; how much was `hashed`, with what was before it, at its end and before the head takes this for hung."""
     digest, at = digest_of(len(file.digest), file.size), time.monotonic()
-    with open_regular(path) as content:
-        for block in iter(lambda: content.read(BLOCK), b""):
-            digest.update(block)
-            hashed += len(block)
-            if time.monotonic() - at > _REPORT_S:
-                yield {"hashed": hashed}
-                at = time.monotonic()
+    for block in read_blocks(path, file.size + 1):
+        digest.update(block)
+        hashed += len(block)
+        if time.monotonic() - at > _REPORT_S:
+            yield {"hashed": hashed}
+            at = time.monotonic()
     yield {"hashed": hashed}
     hexadecimal: str = digest.hexdigest()
     return hexadecimal
