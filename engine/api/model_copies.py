@@ -109,8 +109,11 @@ class ModelsApi:
         asked = name if name.startswith(("/", "~/")) else _hub(name, "dataset" if dataset else "model")
         agent = self._session.fleet.agent(target)
         (copies,) = [await copies_of(agent, [asked] if isinstance(asked, HubName) else (), [posixpath.dirname(name)])]
-        # The node tells whole paths, and its home is not known here.
-        is_there = (lambda path: path.endswith(name[1:])) if name.startswith("~/") else name.__eq__
+
+        def is_there(path: str) -> bool:
+            # The node tells whole paths, and its home is not known here.
+            return path.endswith(name[1:]) if name.startswith("~/") else path == name
+
         listed = [copy for copy in copies.copies if copy.name == getattr(asked, "name", None) or is_there(copy.path)]
         if copies.problem or not listed:
             raise InputError(f"{node} has no {name}", why=copies.problem or "", todo="see `flightdeck models`")

@@ -138,7 +138,7 @@ class TelemetryParser:
         self._traffic: sensors.Traffic | None = None
         self._slow: dict[str, Any] = {}
         self._own: dict[str, Any] = {}
-        """What the system's own tools and files told last: where that costs much, they are not read for each sample."""
+        """Told last by the system's own tools and files: where that costs much, they are not read for each sample."""
 
     def read(self, line: bytes) -> dict[str, Any] | None:
         """Fields of NodeTelemetry; None for a line that is not a sample."""

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_session, get_token, hf_hub_url
@@ -56,8 +55,13 @@ def upload(run: TrainedRun, folder: ModelFolder) -> str:
         try:
             api.create_repo(repository, private=private or None, exist_ok=True)
             if not private or api.repo_info(repository).private:
-                upload = partial(api.upload_folder, commit_message="Upload a run", delete_patterns=_WEIGHTS)
-                return str(upload(repo_id=repository, folder_path=scratch))
+                uploaded = api.upload_folder(
+                    repo_id=repository,
+                    folder_path=scratch,
+                    commit_message="Upload a run",
+                    delete_patterns=_WEIGHTS,
+                )
+                return str(uploaded)
         except Exception as error:  # As many kinds as the library has parts.
             refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
             todo = _LOGIN if refused else "run the same command again: what has arrived is not sent twice"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from engine.models import RunState
 from engine.run.events import SavedFiles
@@ -23,6 +24,17 @@ _SavedPart = tuple[str, str, SavedFiles]
 """A part of a state: its node, and the SHA-256 of its manifest."""
 StateParts = tuple[tuple[str, str, str], ...]
 """As TrainedFile.parts."""
+
+
+class NewestWeights(NamedTuple):
+    """The trained weights that were saved last: a file or a folder of a node, with its size in bytes; or the parts of a
+    state, of which `node` and `path` are the first's."""
+
+    node: str
+    path: str
+    size: int
+    iteration: int
+    parts: StateParts = ()
 
 
 def run_result(history: RunHistory, series: MetricsSeries, now: datetime, *, any_part: bool = False) -> RunResult:
@@ -53,11 +65,9 @@ def _energy(history: RunHistory, tokens: int | None) -> Energy | None:
     return Energy(joules, seconds, nodes, joules / tokens * 1e6 if tokens else None) if nodes else None
 
 
-def newest_weights(
-    history: RunHistory, *, any_part: bool = False, saved_alone: bool = False
-) -> tuple[str, str, int, int, StateParts] | None:
-    """The node, the path, the bytes and the iteration of the trained weights that were saved last: by themselves; or in
-    the state of a run that ended before its time, with its parts (`any_part`: one is enough), unless `saved_alone`."""
+def newest_weights(history: RunHistory, *, any_part: bool = False, saved_alone: bool = False) -> NewestWeights | None:
+    """By themselves; or in the state of a run that ended before its time, with its parts (`any_part`: one is enough),
+    unless `saved_alone`."""
     saves = [event for (_, best), event in history.weights.items() if not best]
     saved = max(saves, key=lambda event: event.at, default=None)
     states = [] if saved_alone else _newest_state(history, any_part=any_part)
@@ -66,14 +76,14 @@ def newest_weights(
         # PyTorch's files have the weights and the optimizer's state in one.
         sizes = [size for name, size in files if name.startswith(_STATE_WEIGHTS)] or [size for _, size in files]
         parts = tuple((node, state.folder, manifest) for node, manifest, state in states)
-        return parts[0][0], parts[0][1], sum(sizes), states[0][2].iteration, parts
+        return NewestWeights(*parts[0][:2], sum(sizes), states[0][2].iteration, parts)
     if saved is None:
         return None
     sizes_of, iteration = {name: size for name, size, _ in saved.saved.files}, saved.saved.iteration
     # mlx-lm's adapters are a file, of which a folder may have several; all else is used as a whole.
     if (name := next((name for name in sizes_of if name.endswith("adapters.safetensors")), None)) is not None:
-        return saved.node, str(PurePosixPath(saved.saved.folder, name)), sizes_of[name], iteration, ()
-    return saved.node, saved.saved.folder, sum(sizes_of.values()), iteration, ()
+        return NewestWeights(saved.node, str(PurePosixPath(saved.saved.folder, name)), sizes_of[name], iteration)
+    return NewestWeights(saved.node, saved.saved.folder, sum(sizes_of.values()), iteration)
 
 
 def _weights(history: RunHistory) -> Iterator[ResultFile]:

@@ -204,18 +204,21 @@ class RunWatch:
         weights = newest_weights(self._history, any_part=config.job.kind.outlives_ranks, saved_alone=saved)
         if weights is None:
             return None
-        name, path, size, iteration = weights[0], PurePosixPath(weights[1]), *weights[2:4]
         unserved, partitioned = config.job.kind.framework.unserved, config.job.kind.strategy.partitioned
         # MLX has no send and recv for nccl.
         divided = unserved is None and partitioned and len(config.nodes) > 1 and self._history.record.backend != "nccl"
-        if parts := weights[4]:
-            command = f"flightdeck generate {self._rundir.id} -p Hello"
-            return TrainedFile(str(path), size, name, command, unserved, parts, iteration, divided)
-        node = next((node for node in config.nodes if node.name == name), None)
+
+        def used_by(command: str) -> TrainedFile:
+            place, saved_at = (weights.path, weights.size, weights.node), weights.iteration
+            return TrainedFile(*place, command, unserved, weights.parts, saved_at, divided)
+
+        if weights.parts:
+            return used_by(f"flightdeck generate {self._rundir.id} -p Hello")
+        node = next((node for node in config.nodes if node.name == weights.node), None)
         if node is None:
             # Of a plan that was written anew or damaged.
             return None
-        model = on_node(node.model or config.job.model or "", node, config.folder)
+        path, model = PurePosixPath(weights.path), on_node(node.model or config.job.model or "", node, config.folder)
         # A file of adapters is loaded with its folder's adapter_config.json, onto the model.
         adapters = path.suffix == ".safetensors"
         options = ["--model", model, "--adapter-path", str(path.parent)] if adapters else ["--model", str(path)]
@@ -224,7 +227,7 @@ class RunWatch:
             "torch": ["-c", _GENERATE.format(str(path.parent if adapters else path))],
         }
         argv = [node.python, *generate[config.job.framework]]
-        return TrainedFile(str(path), size, name, " ".join(map(quoted, argv)), unserved, (), iteration, divided)
+        return used_by(" ".join(map(quoted, argv)))
 
     def result(self) -> RunResult:
         """The result so far, as of the last poll."""

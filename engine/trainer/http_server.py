@@ -83,6 +83,7 @@ class LoadedModel(ModelProvider):  # type: ignore[misc]
         self.model, self.tokenizer = generator.model, generator.tokenizer
         self.model_key = TRAINED
         self.tokens = frozenset[int](self.tokenizer.get_vocab().values())
+        self.vocabulary = max(self.tokens) + 1
         caches = make_prompt_cache(self.model)
         self.is_batchable = generator.divided is None and all(hasattr(cache, "merge") for cache in caches)
 
@@ -188,7 +189,7 @@ class Service(ResponseGenerator):  # type: ignore[misc]
         prompt, *more = super()._tokenize(tokenizer, request, arguments)
         if not prompt:
             raise ValueError("the prompt has no tokens")
-        logits = mx.zeros((1, max(self.model_provider.tokens) + 1))
+        logits = mx.zeros((1, self.model_provider.vocabulary))
         for process in _make_logits_processors(arguments):
             logits = process(mx.array(prompt), logits)
         mx.eval(_make_sampler(arguments, tokenizer)(logits))

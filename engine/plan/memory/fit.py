@@ -327,7 +327,12 @@ def _largest_batch(context: PlanContext, rank: int, shape: ModelShape, workload:
         return replace(workload, batch=sequences)
 
     estimate_of, node = estimates(shape, load(1)), context.names[rank]
-    return largest_batch(lambda n: _need(context, node, load(n), estimate_of(load(n).batch))[0], size)
+
+    def needed(sequences: int) -> MemoryEstimate:
+        of_rank = load(sequences)
+        return _need(context, node, of_rank, estimate_of(of_rank.batch))[0]
+
+    return largest_batch(needed, size)
 
 
 def _need(
