@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from typing import Any
 
 import pytest
+from asyncssh.channel import SSHChannel, SSHClientChannel
+from asyncssh.constants import MSG_CHANNEL_SUCCESS
 
 from engine.errors import InputError, NodeUnreachable
 from tests.ssh.bench import SshBench, Sshd, marked
@@ -209,6 +212,26 @@ async def test_a_transport_that_closes_while_programs_start_leaves_no_connection
         await transport.close()
         with pytest.raises(NodeUnreachable):
             await running
+    await until(lambda: not sshd.connections())
+
+
+async def test_a_connection_that_closes_as_a_session_is_granted_is_lost(
+    bench: SshBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sshd = bench.sshd()
+    transport = bench.to(sshd)
+    handlers = vars(SSHChannel)["_packet_handlers"]
+    granted = handlers[MSG_CHANNEL_SUCCESS]
+
+    def close(channel: SSHClientChannel[bytes], *answer: Any) -> None:
+        granted(channel, *answer)
+        connection = channel.get_connection()
+        channel.process_connection_close(None)
+        connection.abort()
+
+    monkeypatch.setitem(handlers, MSG_CHANNEL_SUCCESS, close)
+    with pytest.raises(NodeUnreachable, match="connection lost"):
+        await transport.run(["true"], timeout_s=10)
     await until(lambda: not sshd.connections())
 
 

@@ -74,8 +74,10 @@ class OpenConnection:
             async with asyncio.timeout(ssh_config.CONNECT_TIMEOUT_S):
                 # The user's own RequestTTY and RemoteCommand are for people; a terminal would change the bytes.
                 return await self.client.create_process(command, encoding=None, request_pty=False, x11_forwarding=False)
-        except (AssertionError, *SSH_ERRORS) as error:
-            # asyncssh asserts that a connection is not closed in the very moment that it opens a session.
+        except (AssertionError, AttributeError, *SSH_ERRORS) as error:
+            # asyncssh takes for granted that no connection closes in the very moment that it opens a session.
+            if not isinstance(error, SSH_ERRORS):
+                raise connection_lost(self.where, "") from error
             closed = self.client.is_closed()
             problem = connection_lost(self.where, str(error)) if closed else unreachable_error(error, self.where)
             if isinstance(error, asyncssh.ChannelOpenError) and error.code != asyncssh.OPEN_REQUEST_SESSION_FAILED:
