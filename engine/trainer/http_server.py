@@ -59,6 +59,9 @@ _POLL_S = 0.2
 _CLIENT_LIMIT_S = 60.0
 """For a client to send its request, or to take what is sent to it."""
 _BODY_BYTES = 1 << 20
+_PREFILL_TOKENS = 512
+"""A prompt is computed by so many. Until they are, nothing shows that the server goes on: mlx-lm's 2,048 took so long
+after some thousand others that it was taken for hung."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ def _server_arguments(options: ServeOptions) -> argparse.Namespace:
         model=options.name, adapter_path=None, draft_model=None, num_draft_tokens=3, trust_remote_code=False,
         allowed_origins=[], chat_template="", use_default_chat_template=False, chat_template_args={}, pipeline=True,
         temp=0.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=options.max_tokens, decode_concurrency=32,
-        prompt_concurrency=8, prefill_step_size=2048, prompt_cache_size=10, prompt_cache_bytes=None, kv_bits=None,
-        kv_group_size=64, quantized_kv_start=DEFAULT_QUANTIZED_KV_START,
+        prompt_concurrency=8, prefill_step_size=_PREFILL_TOKENS, prompt_cache_size=10, prompt_cache_bytes=None,
+        kv_bits=None, kv_group_size=64, quantized_kv_start=DEFAULT_QUANTIZED_KV_START,
     )  # fmt: skip
 
 
@@ -204,7 +207,7 @@ class Service(ResponseGenerator):  # type: ignore[misc]
         self, request: Any, arguments: Any, progress_callback: Callable[[int, int], None]
     ) -> tuple[Any, Iterator[Any]]:
         def progress(processed: int, total: int) -> None:
-            self._go_on()
+            self._go_on(request)
             progress_callback(processed, total)
 
         try:
@@ -214,10 +217,13 @@ class Service(ResponseGenerator):  # type: ignore[misc]
         ended = self._until(arguments.stop_words, context, responses)
         return context, self._counted(request, context, ended, probe=arguments.model.model == PROBE)
 
-    def _go_on(self) -> None:
+    def _go_on(self, request: Any) -> None:
+        """Raises ConnectionAbortedError once the client has gone away, for whom nothing more is computed."""
         self.active_at = time.monotonic()
         with self._reporting:
             self._reporter.going_on()
+        if _is_closed(request.connection):
+            raise ConnectionAbortedError("the client has gone away")
 
     def _until(self, words: list[str], context: Any, responses: Iterator[Any]) -> Iterator[Any]:
         """`responses` up to the first of the stop words, wherever it begins and ends in the tokens. Text that may begin
@@ -241,16 +247,13 @@ class Service(ResponseGenerator):  # type: ignore[misc]
             text = text[shown:]
 
     def _counted(self, request: Any, context: Any, responses: Iterator[Any], *, probe: bool) -> Iterator[Any]:
-        """Raises ConnectionAbortedError once the client has gone away, for whom nothing more is generated."""
         tokens, started = 0, time.perf_counter()
         try:
             for response in responses:
                 tokens += 1
-                self._go_on()
+                self._go_on(request)
                 if self._stop:
                     context.stop()
-                if _is_closed(request.connection):
-                    raise ConnectionAbortedError("the client has gone away")
                 yield response
         finally:
             rate = tokens / max(time.perf_counter() - started, 1e-9)
@@ -259,6 +262,11 @@ class Service(ResponseGenerator):  # type: ignore[misc]
                 counts = {"requests": self._requests, "tokens": self._tokens, "tokens_per_second": rate}
                 if not probe:
                     self._reporter.event("served", **counts)
+
+
+def _without_nulls(body: Any) -> Any:
+    """A parameter that is null has its default value, as with OpenAI."""
+    return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
 def _begun(text: str, words: Iterable[str]) -> int:
@@ -314,6 +322,7 @@ class Handler(APIHandler):  # type: ignore[misc]
     """mlx-lm's, for those who have the token, with a health check that generates a token."""
 
     timeout = _CLIENT_LIMIT_S
+    body = property(lambda self: self._body, lambda self, body: setattr(self, "_body", _without_nulls(body)))
 
     def __init__(self, service: Service, token: str | None, health: Health, *args: Any, **more: Any) -> None:
         self._token, self._health = token, health
@@ -321,11 +330,26 @@ class Handler(APIHandler):  # type: ignore[misc]
 
     def do_POST(self) -> None:  # noqa: N802
         if self._authorized():
-            super().do_POST()
+            try:
+                super().do_POST()
+            except RequestRefused as refused:
+                self._refuse(400 if self.response_generator.generation_available() else 503, str(refused))
 
     def do_GET(self) -> None:  # noqa: N802
         if self.path == "/health" or self._authorized():
             super().do_GET()
+
+    def validate_model_parameters(self) -> None:
+        """Raises RequestRefused."""
+        try:
+            super().validate_model_parameters()
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RequestRefused(str(error)) from error
+        if self.body.get("n", 1) != 1:
+            raise RequestRefused("n must be 1: a request has one answer")
+        if self.seed is not None:
+            # MLX takes 64 bits without a sign.
+            self.seed %= 1 << 64
 
     def handle_chat_completions(self) -> Any:
         if any(_image_parts(self.body.get("messages", ()))):
@@ -335,11 +359,8 @@ class Handler(APIHandler):  # type: ignore[misc]
 
     def handle_completion(self, request: Any, stop_words: Any) -> None:
         request.connection = self.connection
-        try:
-            self._check(request, stop_words)
-            super().handle_completion(request, stop_words)
-        except RequestRefused as refused:
-            self._refuse(400 if self.response_generator.generation_available() else 503, str(refused))
+        self._check(request, stop_words)
+        super().handle_completion(request, stop_words)
 
     def _check(self, request: Any, stop_words: Any) -> None:
         """Raises RequestRefused."""

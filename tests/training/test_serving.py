@@ -145,13 +145,24 @@ def test_for_a_client_that_goes_away_nothing_more_is_generated(ranks: int, train
         with server.client() as client:
             pieces = client.completions.create(model="trained", prompt="a", max_tokens=ENDLESS, stream=True)
             assert next(pieces).choices[0].text
-        waiting = socket.create_connection(("127.0.0.1", server.port))
-        body = json.dumps({"prompt": "b"})
-        waiting.sendall(f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-        waiting.close()
+        leave(server, "b")
         assert server.ask(PROMPTS[0]) == before
         wait_until(lambda: len(server.events("served")) == 4)
         assert sum(event["tokens"] for event in server.events("served")[-1:]) < ENDLESS / 10
+
+
+def leave(server: Served, prompt: str) -> None:
+    """Ask for an answer, and go away at once."""
+    body = json.dumps({"prompt": prompt})
+    with socket.create_connection(("127.0.0.1", server.port)) as waiting:
+        waiting.sendall(f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+
+
+def test_the_prompt_of_a_client_that_goes_away_is_not_computed_to_its_end(trained: Trained, tmp_path: Path) -> None:
+    with served(tmp_path, trained) as server:
+        leave(server, "a " * 4_000)
+        wait_until(lambda: bool(server.events("served")))
+        assert server.events("served")[-1]["tokens"] == 0
 
 
 @pytest.mark.slow
@@ -201,6 +212,10 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("prompt must be a text", {"prompt": ["a", "b"]}),
     ("the prompt has no tokens", {"prompt": ""}),
     ("logit_bias names what is no token", {"logit_bias": {"385": 1}}),
+    ("temperature must be at least 0", {"temperature": -1}),
+    ("max_tokens must be of type int", {"max_tokens": "many"}),
+    ("logit_bias must be a dict of int to float", {"logit_bias": {"a": 1}}),
+    ("n must be 1: a request has one answer", {"n": 2}),
     ("", {"temperature": 10**400}),
     ("", {"repetition_penalty": 10**400}),
 )
@@ -250,6 +265,15 @@ def test_a_stop_word_ends_an_answer_wherever_it_falls_among_the_tokens(trained: 
             assert ("".join(piece.text for piece in pieces), pieces[-1].finish_reason) == expected
         begun = client.completions.create(**asked, stop=whole[-2:] + " never said").choices[0]
         assert (begun.text, begun.finish_reason) == (whole, "length")
+
+
+def test_a_null_is_no_value_and_a_seed_may_be_any_integer(trained: Trained, tmp_path: Path) -> None:
+    nulls = dict.fromkeys(("temperature", "top_p", "stop", "n", "seed", "max_tokens", "presence_penalty", "logprobs"))
+    with served(tmp_path, trained, max_tokens=TOKENS) as server, server.client() as client:
+        answer = client.completions.create(model="mine", prompt=PROMPTS[0], extra_body=nulls)
+        assert answer.choices[0].text == server.ask(PROMPTS[0])
+        for seed in (-1, 2**70):
+            assert client.completions.create(model="mine", prompt="a", max_tokens=2, seed=seed).choices[0].text
 
 
 def test_a_model_is_described_by_its_name_and_reads_no_images(trained: Trained, tmp_path: Path) -> None:
