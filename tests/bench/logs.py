@@ -36,6 +36,7 @@ KEY_P99_MS = 50.0
 GROWTH_MB = 3.0
 OPEN_S = 0.3
 SEARCH_GB_PER_S = 1.0
+COLOURED_S = 3.0
 IDLE_KEYS = 60
 LINE = "rank {rank} step {step:9d} loss 1.2391 learning rate 1.000e-05 tokens per second 1840.22\n"
 
@@ -242,6 +243,22 @@ def big(root: Path, lines: int) -> Iterator[Figure]:
         assert reader.find(LogPattern.parse("not to be found"), 0) is None
         speed = searched / (time.perf_counter() - begun) / 1e9
         yield Figure(f"literal search, {name}, capitals ignored", f"{speed:.2f} GB/s")
+    yield from coloured(LINE.encode() * 100_000)
+
+
+def coloured(plain: bytes) -> Iterator[Figure]:
+    """A log whose every line has colours, beside the same without them."""
+    data = plain.replace(b"step", b"\x1b[32mstep\x1b[0m").replace(b"loss", b"\x1b[1mloss\x1b[0m")
+    pattern, spent = LogPattern.parse("not to be found"), []
+    for log in (plain, data):
+        begun = time.process_time()
+        for start in range(0, len(log), 1 << 20):
+            assert not any(pattern.positions(log[start : start + (1 << 20)], str))
+        spent.append((time.process_time() - begun) * 1e6 / log.count(b"\n"))
+    figure = f"{spent[0]:.1f}, {spent[1]:.1f} s"
+    yield Figure(
+        "a million lines searched, plain and coloured, CPU", figure, f"< {COLOURED_S:.0f} s", spent[1] < COLOURED_S
+    )
 
 
 def map_speed(path: Path) -> float:

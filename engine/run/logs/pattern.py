@@ -17,6 +17,8 @@ SHOWN_BYTES: Final = 64 * 1024
 _ODD: Final = b"\0"
 _ODD_OR_NOT: Final = bytes(byte if byte == 0x0A or 0x20 <= byte <= 0x7E else 0 for byte in range(256))
 """All bytes that may be shown as something else, for bytes.translate."""
+_COLOURS: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+"""Complete control sequences: a line that has no other escapes is shown without them."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +72,26 @@ class LogPattern:
 
     def positions(self, data: bytes, redactor: Callable[[str], str]) -> Iterator[int]:
         """In whole lines of a log: one position in each line that matches, first to last."""
-        searches = self._searches(data.lower() if self.folded else data)
+        plain = b"".join(_COLOURS.split(data)) if b"\x1b[" in data else data
+        searches = self._searches(plain.lower() if self.folded else plain)
         in_bytes = len(searches)
-        if not data.isascii() or any(byte in data for byte in (b"\x1b", b"\r", b"\t")):
-            odd = data.translate(_ODD_OR_NOT)
+        if not plain.isascii() or any(byte in plain for byte in (b"\x1b", b"\r", b"\t")):
+            odd = plain.translate(_ODD_OR_NOT)
             searches.append(partial(odd.find, _ODD))
         upcoming = [search(0) for search in searches]
+        at = begin = 0  # of the next line that may match, in `plain` and in `data`
         while (place := min((place for place in upcoming if place >= 0), default=-1)) >= 0:
-            start, end = data.rfind(b"\n", 0, place) + 1, data.find(b"\n", place)
-            end = len(data) if end < 0 else end
-            if end - start > SHOWN_BYTES:
-                matches = any(start <= match < end for match in upcoming[:in_bytes])
+            start, end = plain.rfind(b"\n", 0, place) + 1, plain.find(b"\n", place)
+            begin = start if plain is data else _lines_on(data, begin, plain.count(b"\n", at, start))
+            line = data[begin : stop if (stop := data.find(b"\n", begin)) >= 0 else len(data)]
+            at = (len(plain) if end < 0 else end) + 1
+            if len(line) > SHOWN_BYTES:
+                matches = any(start <= match < at for match in upcoming[:in_bytes])
             else:
-                matches = self.matches(data[start:end], redactor)
+                matches = self.matches(line, redactor)
             if matches:
-                yield place
-            at = end + 1
+                yield begin
+            begin += len(line) + 1
             upcoming = [
                 search(at) if 0 <= match < at else match for search, match in zip(searches, upcoming, strict=True)
             ]
@@ -100,6 +106,13 @@ class LogPattern:
             return -1 if match is None or match.start() >= len(searched) else match.start()
 
         return [search]
+
+
+def _lines_on(data: bytes, begin: int, lines: int) -> int:
+    """Where the line begins that comes so many after that which begins at `begin`."""
+    for _ in range(lines):
+        begin = data.find(b"\n", begin) + 1
+    return begin
 
 
 ERRORS: Final = LogPattern(

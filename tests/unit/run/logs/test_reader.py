@@ -21,6 +21,7 @@ from tests.unit.run.run_maker import MadeRun, make_run_config
 
 parse = LogPattern.parse
 stored = ["foo", "Foo", "bar", "b\tar", "é", "fo\x1b[1mo", "foo\x1b[0m", "x\rfoo", "o\r", ""]
+stored += ["\x1b[1m\x1b[", "\x1b[\x1b[1mfoo", "f\x1b[3\x1b[1moo", "\x1b]0;\x1b[2mfoo\x07"]
 words = st.lists(st.sampled_from(stored), max_size=3)
 chatter = st.lists(
     st.tuples(st.sampled_from([0, 1, LAUNCHER_SOURCE]), st.lists(words.map(" ".join), min_size=1, max_size=4)),
@@ -184,6 +185,23 @@ def test_what_is_found_in_the_shown_text_is_found(logs: RunLogs, line: bytes, wa
     logs.write(0, b"plain\n" + line + b"\n\x1b[1mother\x1b[0m" + b"\r" * SHOWN_BYTES + b"\nlast\n")
     reader = LogReader(logs.run_dir, 0)
     assert reader.matching(parse(wanted), 0, reader.line_count) == [1]
+
+
+def test_only_the_coloured_lines_that_may_match_are_looked_at_one_by_one(
+    logs: RunLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[bytes] = []
+
+    def shown(line: bytes) -> str:
+        looked_at.append(line)
+        return sanitise(line)
+
+    monkeypatch.setattr("engine.run.logs.pattern.sanitise", shown)
+    logs.write(0, "".join(f"\x1b[2m{second}\x1b[0m \x1b[32mloss {second}\x1b[1m.5\x1b[0m\n" for second in range(1000)))
+    reader = LogReader(logs.run_dir, 0)
+    for wanted in ("loss 777.5", "Loss", "re:^777 .*5$"):
+        assert reader.matching(parse(wanted), 0, reader.line_count) == ([] if wanted == "Loss" else [777])
+    assert len(looked_at) == 2
 
 
 def test_a_filter_keeps_up_and_matches_a_growing_line_again(logs: RunLogs) -> None:
