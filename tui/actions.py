@@ -44,7 +44,10 @@ def _running(why: str) -> Why:
     return lambda state: f"{state.running.id} {why}" if state.running is not None else None
 
 
-_NOT_ENDED: Final = _running("has not ended: ctrl+x aborts it")
+def _not_ended(state: DeckState) -> str | None:
+    return (
+        f"{state.running.id} has not ended: {state.stop_key(state.running.id)}" if state.running is not None else None
+    )
 
 
 def _nothing_to_launch(state: DeckState) -> str | None:
@@ -62,7 +65,7 @@ def _abort(state: DeckState) -> str | None:
     if state.active:
         return None
     if state.running is not None:
-        return f"{state.running.id} is not shown: 5 lists it, enter twice opens it"
+        return f"{state.running.id} is not shown: {state.stop_key(state.running.id)}"
     return f"{state.snapshot.record.id} has ended" if state.snapshot is not None else "no run is under way"
 
 
@@ -98,7 +101,7 @@ def _again(state: DeckState) -> str | None:
     record = shown if shown is not None and shown.id == run else state.listed.by_id.get(run or "")
     if record is None:
         return "no run is shown: 5 lists them"
-    return None if record.state.ended else f"{record.id} is {record.state}: ctrl+x stops it"
+    return None if record.state.ended else f"{record.id} is {record.state}: {state.stop_key(record.id)}"
 
 
 def _edit(state: DeckState) -> str | None:
@@ -120,7 +123,9 @@ def _chat(state: DeckState) -> str | None:
 def _chart(state: DeckState) -> str | None:
     if state.view == "compare":
         return None
-    if state.snapshot is not None and state.snapshot.record.task is not None:
+    if state.snapshot is None:
+        return "no run is shown: 5 lists them"
+    if state.snapshot.record.task is not None:
         return "a task trains nothing"
     return None if state.metrics else "no figures yet"
 
@@ -142,7 +147,7 @@ def _comparable(state: DeckState) -> bool:
 def _deletable(state: DeckState) -> str | None:
     chosen = state.marked or ((state.run,) if state.run is not None else ())
     active = next((run.id for run in state.listed.active if run.id in chosen), None)
-    return _run_selected(state) or (f"{active} has not ended: ctrl+x aborts it" if active else None)
+    return _run_selected(state) or (f"{active} has not ended: {state.stop_key(active)}" if active else None)
 
 
 def _item(state: DeckState) -> str | None:
@@ -253,7 +258,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("next_match", ("n",), "next", "Next match of the search", "logs", LOG_VIEWS, why_not=_log,
            when=lambda state: state.searching and state.pane == "logs", palette=False),
     Action("launch", ("n",), "launch", "Launch the plan, after a confirmation", "run",
-           why_not=_first(_loading, _busy, _nothing_to_launch, _NOT_ENDED, _failures),
+           why_not=_first(_loading, _busy, _nothing_to_launch, _not_ended, _failures),
            when=lambda state: state.running is None),
     Action("enqueue", ("n",), "queue", "Put the plan into the queue while another run goes on; asks when, how long",
            "run", why_not=_first(_loading, _nothing_to_launch, _failures),
@@ -275,7 +280,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("recheck", ("r",), "re-check", "Run the preflight checks again (in preflight), else probe the nodes", "run",
            why_not=_first(_loading, _nothing_to("check"), _checked_by_run, _busy)),
     Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run",
-           why_not=_first(_loading, _configured, _busy, _NOT_ENDED),
+           why_not=_first(_loading, _configured, _busy, _not_ended),
            when=lambda state: state.ready and state.config is None),
     Action("chat", ("c",), "chat", "Ask what the shown run has trained, beside its base model", "run", LOG_VIEWS,
            panes=("run", "logs"), why_not=_first(_loading, _chat)),

@@ -608,7 +608,7 @@ class FlightDeckApp(App[None]):
         async def read() -> Sequence[DialogChoice] | None:
             nonlocal snapshot
             snapshot = await self.client.read_run(run)
-            return starts(snapshot, self.state.running) if snapshot is not None else None
+            return starts(snapshot, self.state.taken) if snapshot is not None else None
 
         def chosen(key: str | None) -> None:
             if key == "r":
@@ -774,7 +774,7 @@ class FlightDeckApp(App[None]):
         async def read() -> Sequence[DialogChoice] | None:
             nonlocal use
             use = await self.client.read_use(run)
-            return uses(use, self.state.running, self.state.busy) if use is not None else None
+            return uses(use, self.state) if use is not None else None
 
         def chosen(key: str | None) -> None:
             if key is not None and use is not None:

@@ -138,6 +138,16 @@ class DeckState:
         """`text`, which names a key that changes something; "" where this console only reads."""
         return "" if self.read_only else text
 
+    def stop_key(self, run: str) -> str:
+        """How a run that has not ended is stopped: the key stops the shown one."""
+        shown = self.snapshot is not None and self.snapshot.record.id == run
+        return "ctrl+x stops it" if shown else "5 lists it, enter twice opens it, ctrl+x stops it"
+
+    @property
+    def taken(self) -> str | None:
+        """By which run the nodes are used."""
+        return None if (run := self.running) is None else f"{run.id} uses the nodes: {self.stop_key(run.id)}"
+
     @property
     def unconfigured(self) -> str:
         """Why there is no configuration, one line."""

@@ -13,6 +13,7 @@ from tests.tui.fake_engine import FakeEngine
 from tui.actions import ACTIONS, BY_ID, GROUPS, action_for, bar, keys, label, markdown
 from tui.app import FlightDeckApp
 from tui.screens.deck import MOVES, DeckScreen
+from tui.screens.settings import starts
 from tui.screens.use import RunUse, uses
 from tui.state import VIEWS, DeckState
 from tui.widgets.chart import CHART_ACTIONS
@@ -95,7 +96,7 @@ def test_a_run_that_cannot_be_served_has_no_chat_and_says_why() -> None:
 def test_what_cannot_be_fetched_says_why() -> None:
     def why(result: RunResult | None, busy: str | None = None) -> str | None:
         use = RunUse(replace(fake_engine.succeeded(), result=result), (), None)
-        return next(choice.why_not for choice in uses(use, None, busy) if choice.label == "fetch")
+        return next(choice.why_not for choice in uses(use, replace(IDLE, busy=busy)) if choice.label == "fetch")
 
     saved = ResultFile("adapter", False, 60, "ana", "/a", "a", 9, "0" * 64)
     assert (why(None) or "").startswith("it has not ended: `flightdeck fetch ")
@@ -123,8 +124,16 @@ def test_the_bar_offers_help_and_quit_everywhere_and_only_what_applies(view: str
 
 def test_a_disabled_action_says_why() -> None:
     assert BY_ID["launch"].why_not(IDLE) is None
-    assert BY_ID["launch"].why_not(RUNNING) == "20260314-140126-demo-3f9a has not ended: ctrl+x aborts it"
+    assert BY_ID["launch"].why_not(RUNNING) == "20260314-140126-demo-3f9a has not ended: ctrl+x stops it"
     assert BY_ID["launch"].why_not(DeckState(ready=True)) == "there is no configuration: no flightdeck.toml here"
+    other = replace(IDLE, runs=(fake_engine.record(),), snapshot=fake_engine.failed(), metrics=("loss",))
+    opens = "5 lists it, enter twice opens it, ctrl+x stops it"
+    assert BY_ID["launch"].why_not(other) == f"20260314-140126-demo-3f9a has not ended: {opens}"
+    assert [choice.why_not for choice in starts(fake_engine.failed(), other.taken)][1] == (
+        f"20260314-140126-demo-3f9a uses the nodes: {opens}"
+    )
+    assert BY_ID["next_metric"].why_not(other) is None
+    assert BY_ID["next_metric"].why_not(replace(other, snapshot=None)) == "no run is shown: 5 lists them"
     assert BY_ID["abort"].why_not(RUNNING) is None
     assert BY_ID["abort"].why_not(DeckState(snapshot=fake_engine.failed())) == "20260314-134500-demo-b71c has ended"
     assert BY_ID["search"].why_not(IDLE) == "no log yet: no run is shown"

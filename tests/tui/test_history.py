@@ -271,7 +271,7 @@ async def test_a_run_that_goes_on_is_not_deleted(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.press("5", "ctrl+k")
-        assert console.notifications[-1:] == ["delete: 20260314-140126-demo-3f9a has not ended: ctrl+x aborts it"]
+        assert console.notifications[-1:] == ["delete: 20260314-140126-demo-3f9a has not ended: ctrl+x stops it"]
 
 
 async def test_of_two_thousand_runs_those_in_sight_are_laid_out(

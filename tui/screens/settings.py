@@ -25,7 +25,6 @@ from tui.widgets.text import pair
 
 if TYPE_CHECKING:
     from engine.api import Config, TrainingPlan
-    from engine.models import RunRecord
     from engine.snapshots import RunSnapshot
 
 Asked = Callable[["Config"], Awaitable["TrainingPlan | str"]]
@@ -37,10 +36,9 @@ _LABEL: Final = 28
 _FIELD: Final = 14
 
 
-def starts(snapshot: RunSnapshot, running: RunRecord | None) -> list[DialogChoice]:
-    """The ways to start a run that has ended again. `running`: another that has not ended."""
+def starts(snapshot: RunSnapshot, taken: str | None) -> list[DialogChoice]:
+    """The ways to start a run that has ended again. `taken`: another uses the nodes."""
     record = snapshot.record
-    taken = f"{running.id} uses the nodes: ctrl+x stops it" if running is not None else None
     no_resume = {
         "succeeded": "it has succeeded: there is nothing left to train",
         "completed": record.cause,

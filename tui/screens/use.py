@@ -19,7 +19,6 @@ from tui.task_results import kept_text
 from tui.widgets.text import pair
 
 if TYPE_CHECKING:
-    from engine.models import RunRecord
     from engine.snapshots import RunSnapshot
     from engine.task_result import Fused
 
@@ -149,10 +148,8 @@ class RunUse:
         return ", ".join(dict.fromkeys((*self.nodes, *divided)))
 
 
-def uses(use: RunUse, running: RunRecord | None, busy: str | None) -> list[DialogChoice]:
-    """`running`: a run that has not ended; `busy`: the request that is under way."""
-    run, result = use.run, use.snapshot.result
-    taken = f"{running.id} uses the nodes: 5 lists it, enter opens it, ctrl+x stops it" if running is not None else None
+def uses(use: RunUse, state: DeckState) -> list[DialogChoice]:
+    run, result, running, busy, taken = use.run, use.snapshot.result, state.running, state.busy, state.taken
     left = {"--best": "its best weights alone: ", "--checkpoint": "a checkpoint alone: fuse it, or "}
     no_files = f"it has not ended: `flightdeck fetch {run}` copies what it has saved so far" if result is None else None
     if result is not None and (option := result.fetch_option) != "":
