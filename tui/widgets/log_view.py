@@ -87,7 +87,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         self._redraw_s = redraw_s
         self.state = LogState()
         """The state of the last Changed message."""
-        self._ended = False
+        self._ended, self._no_run = False, ""
         self._seen = True
         """It is on the screen."""
         self._pointed = False
@@ -139,10 +139,10 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self._window.stay()
         self._show()
 
-    def end(self, ended: bool) -> None:
-        """The run has ended, or not: an empty log stays empty then."""
-        if ended != self._ended:
-            self._ended = ended
+    def tell(self, ended: bool, no_run: str) -> None:
+        """The run has ended, or not: an empty log stays empty then. `no_run`: what is shown without any."""
+        if (ended, no_run) != (self._ended, self._no_run):
+            self._ended, self._no_run = ended, no_run
             self.refresh()
 
     def freeze(self, frozen: bool) -> None:
@@ -340,7 +340,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def _nothing(self) -> str:
         if self._window.run_dir is None:
-            return "no run is shown: 5 lists them"
+            return self._no_run
         if self.state.filter is None or not self.state.lines:
             return "no output: no rank has printed anything" if self._ended else "no output yet"
         return f"no line passes the filter {self.state.filter}" + ("" if self.state.counted else " so far")

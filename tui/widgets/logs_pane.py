@@ -150,7 +150,8 @@ class LogsPane(Pane):
 
     def draw(self, state: DeckState) -> None:
         """The view draws itself, but for what it cannot know."""
-        self.view.end(state.snapshot is not None and not state.active)
+        no_run = "no run is shown: 5 lists them" if state.ready else "loading"
+        self.view.tell(state.snapshot is not None and not state.active, no_run)
 
     def text(self) -> str:
         return self.view.text()
