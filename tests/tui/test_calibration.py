@@ -45,6 +45,12 @@ async def test_a_bar_per_node_with_its_speed_its_spread_and_its_share(
         assert len(bars) == 2 and bars[0] > bars[1] > 0
 
 
+def test_the_link_of_the_preflight_is_cut_where_a_person_sees_it() -> None:
+    state = DeckState(ready=True, config=fake_engine.configuration(), snapshot=fake_engine.running())
+    whole, cut = (_lines(state, width, full=False)[-1].plain for width in (60, 40))
+    assert whole.endswith("(preflight)") and whole.startswith(cut[:-1]) and cut.endswith("…")
+
+
 async def test_the_dashboard_has_it_in_short(calibrated: FakeEngine) -> None:
     async with opened(calibrated, size=DASHBOARD) as console:
         for text in ("3 calibration · 2 h ago", "local-1", "±3 %", "predicted"):

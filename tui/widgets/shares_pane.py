@@ -107,7 +107,7 @@ def _shared(state: DeckState, width: int, *, full: bool) -> list[Content]:
     head, rows = lay_out(columns, width)
     lines = [head, *rows] if full else rows
     if link := _link_of_preflight(state):
-        lines.append(Content.assemble(("ring  ", MUTED), link, ("  (preflight)", MUTED)).truncate(width))
+        lines.append(Content.assemble(("ring  ", MUTED), link, ("  (preflight)", MUTED)).truncate(width, ellipsis=True))
     else:
         lines.append(Content.styled(f"link {none}   speed-up {none}   not measured", MUTED))
     return lines
@@ -167,7 +167,7 @@ def _measuring(state: DeckState, width: int, *, full: bool) -> list[Content]:
     waiting = [node for node in node_names(state) if node not in steps]
     lines = [head, *rows] if full and rows else rows
     if waiting and state.busy == "calibrating":
-        lines.append(Content.styled(f"{', '.join(waiting)}: waiting", MUTED).truncate(width))
+        lines.append(Content.styled(f"{', '.join(waiting)}: waiting", MUTED).truncate(width, ellipsis=True))
     return [*lines, Content.styled("c stops it; what was measured before stays", MUTED).truncate(width)]
 
 
