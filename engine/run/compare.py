@@ -274,27 +274,37 @@ Reasons = Iterator[tuple[float, str]]
 
 def _other_work(slow: ComparedRun, fast: ComparedRun) -> Reasons:
     one, other = slow.configuration, fast.configuration
-    for key, why in _WORK.items():
+    # A command has settings of its own: those of the other say nothing about it.
+    keys = ["command"] if (one.get("command") is None) != (other.get("command") is None) else _WORK
+    for key in keys:
         if not _same(one.get(key), other.get(key)):
-            yield 0.9, f"it trains other work: {key} is {_text_of(one.get(key))}, not {_text_of(other.get(key))}{why}"
+            # -1 is all layers; a value that makes a token cheaper explains nothing.
+            figures = [math.inf if value == -1 else value for value in (one.get(key), other.get(key))]
+            numbers = [value for value in figures if isinstance(value, int | float)]
+            more, why = _WORK[key]
+            slower = more is None or len(numbers) < 2 or (numbers[0] > numbers[1]) == more
+            unlike = _unlike(one.get(key), other.get(key))
+            yield 0.9, f"it trains other work: {key} is {unlike}{why if slower else ''}"
 
 
-_WORK: Final = {
-    "model": "",
-    "command": "",
-    "fine_tune_type": "",
-    "num_layers": ": more trained layers cost more a token",
-    "batch_size": ": a small batch shares its fixed cost among fewer tokens",
-    "batch_tokens": ": a small batch shares its fixed cost among fewer tokens",
-    "max_seq_length": ": attention costs more a token in long texts",
-    "strategy": "",
-    "wire": ": gradients take another number of bytes",
+_WORK: Final[Mapping[str, tuple[bool | None, str]]] = {
+    "model": (None, ""),
+    "command": (None, ""),
+    "fine_tune_type": (None, ""),
+    "num_layers": (True, ": more trained layers cost more a token"),
+    "batch_size": (False, ": a small batch shares its fixed cost among fewer tokens"),
+    "batch_tokens": (False, ": a small batch shares its fixed cost among fewer tokens"),
+    "max_seq_length": (True, ": attention costs more a token in long texts"),
+    "strategy": (None, ""),
+    "wire": (None, ": gradients take another number of bytes"),
 }
-"""Keys that change what a token costs, and how."""
+"""Keys that change what a token costs, whether a higher value makes it dearer, and why."""
 
 
-def _text_of(value: Cell) -> str:
-    return "not set" if value is None else str(value)
+def _unlike(one: Cell, other: Cell) -> str:
+    if other is None:
+        return f"{one}, in the other not set"
+    return f"{one}, not {other}" if one is not None else f"not set, in the other {other}"
 
 
 def _nodes(slow: ComparedRun, fast: ComparedRun) -> Reasons:
@@ -304,7 +314,8 @@ def _nodes(slow: ComparedRun, fast: ComparedRun) -> Reasons:
     elif slow.nodes != fast.nodes:
         yield 0.8, f"it ran on {', '.join(slow.nodes)}, not {', '.join(fast.nodes)}"
     chips, others = ([run.chips.get(node, "") for node in run.nodes] for run in (slow, fast))
-    if all((*chips, *others)) and sorted(chips) != sorted(others):
+    unlike = sorted(chips) != sorted(others) if len(chips) == len(others) else {*chips} != {*others}
+    if all((*chips, *others)) and unlike:
         yield 0.8, f"its chips are {', '.join(chips)}, not {', '.join(others)}"
 
 
@@ -355,8 +366,8 @@ def _skew(slow: ComparedRun, fast: ComparedRun) -> Reasons:
 def _settings(slow: ComparedRun, fast: ComparedRun) -> Reasons:
     one, other = slow.decided, fast.decided
     for key in ("grad_checkpoint", "sequence_tiling", "optimizer_precision", "moments", "layers of each rank"):
-        if not _same(one.get(key), other.get(key)):
-            yield 0.2, f"{key} was {_text_of(one.get(key))}, not {_text_of(other.get(key))}"
+        if None not in (one.get(key), other.get(key)) and not _same(one.get(key), other.get(key)):
+            yield 0.2, f"{key} was {one.get(key)}, not {other.get(key)}"
     versions, others = _versions(slow), _versions(fast)
     for name in sorted(versions.keys() & others.keys()):
         if versions[name] != others[name]:

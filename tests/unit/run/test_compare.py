@@ -170,7 +170,9 @@ def test_a_slow_exchange_is_the_first_reason(tmp_path: Path) -> None:
             {"job": {"batch_size": 2}},
             "it trains other work: batch_size is 2, not 4: a small batch shares its fixed cost",
         ),
-        ({"job": {"batch_tokens": 96}}, "it trains other work: batch_tokens is 96"),
+        ({"job": {"batch_size": 8}}, "it trains other work: batch_size is 8, not 4$"),
+        ({"ranks": 1, "chips": {"node0": "M3"}}, "it ran on 1 rank (node0), not 2 ranks (node0, node1)$"),
+        ({"job": {"batch_tokens": 96}}, "it trains other work: batch_tokens is 96, in the other not set"),
         ({"pace": {"whole": 1.5, "data": 0.5}}, "it waits 500 ms a step for its data, not 10 ms: 33% of its step"),
         ({"versions": {"mlx": "0.31.0"}}, "mlx was 0.31.0, not 0.32.4"),
         ({"chips": {"node0": "M1", "node1": "M1"}}, "its chips are M1, M1, not M3, M3"),
@@ -184,7 +186,22 @@ def test_a_slow_exchange_is_the_first_reason(tmp_path: Path) -> None:
 def test_a_slow_run_is_explained(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     fast = run(tmp_path, 1, chips={"node0": "M3", "node1": "M3"})
     slow = run(tmp_path, 2, **{"speed": 500.0, "chips": fast.chips, **changes})
-    assert any(text.startswith(reason) for text in reasons(slow, fast)), reasons(slow, fast)
+    texts = reasons(slow, fast)
+    # A "$" ends the text; of the same chips nothing is said.
+    assert any(f"{text}$".startswith(reason) for text in texts), texts
+    assert ("its chips" in reason) == any("its chips" in text for text in texts)
+
+
+def test_a_command_is_other_work_and_its_lack_of_settings_is_no_reason(tmp_path: Path) -> None:
+    trained, commanded = run(tmp_path, 1), run(tmp_path, 2, speed=500.0)
+    job = commanded.plan.config.job.model_copy(update={"command": ("python", "train.py"), "mlx_lm": {}, "model": None})
+    plan = commanded.plan.model_copy(update={"config": commanded.plan.config.model_copy(update={"job": job})})
+    program = ComparedRun(commanded.record, plan, commanded.history, commanded.series)
+    assert reasons(program, trained) == [
+        'it trains other work: command is ["python", "train.py"], in the other not set'
+    ]
+    faster = ComparedRun(commanded.record, plan, commanded.history, {("throughput", ""): SeriesFigures(*[2e3] * 5)})
+    assert reasons(trained, faster) == ['it trains other work: command is not set, in the other ["python", "train.py"]']
 
 
 def test_another_backend_and_other_shares_are_reasons(tmp_path: Path) -> None:
