@@ -62,7 +62,9 @@ def scale_of(unit: str, highest: float) -> tuple[float, str]:
         return 0.01, "%"
     if not unit.startswith("B"):
         return 1.0, unit
-    steps = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
+    # As everywhere: memory in powers of 1024, networks in powers of 1000.
+    base = 1024.0 if unit == "B" else 1e3
+    steps = [(base**4, "T"), (base**3, "G"), (base**2, "M"), (base, "k")]
     factor, prefix = next((step for step in steps if highest >= step[0]), (1.0, ""))
     return factor, prefix + unit
 

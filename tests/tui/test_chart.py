@@ -19,6 +19,7 @@ from tests.tui import fake_engine
 from tests.tui.conftest import SIZES, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.chart_files import NO_PNG, write_chart
+from tui.formatting import figure_text, memory
 from tui.glyphs import Glyphs
 from tui.state import DeckState
 from tui.widgets.chart import ChartCurve, Picture, draw, picture
@@ -242,3 +243,8 @@ def test_numbers_of_any_size_are_drawn(window: tuple[float, float], logarithmic:
     assert "loss" in draw(drawn, 80, 20, Glyphs()).plain
     write_chart([drawn], "", tmp_path / "chart.svg")
     assert "nan" not in (tmp_path / "chart.svg").read_text()
+
+
+def test_memory_has_the_same_figure_in_a_chart_as_in_a_pane_and_a_network_counts_in_thousands() -> None:
+    assert figure_text(96 * 2**30, "B") == "96 GB" == memory(96 * 2**30)
+    assert (figure_text(24 * 2**20, "B"), figure_text(2e9, "B/s")) == ("24 MB", "2 GB/s")

@@ -413,7 +413,7 @@ async def test_the_ranks_are_shown_with_exchange_gradient_and_peak_and_the_run_w
         for text in ("gradient 1.94", "slowest +25%"):
             await console.shows(text)
         await console.press("4", "z")
-        for text in ("exchange", "0.112 s", "2.27", "201 MB", "← slowest"):
+        for text in ("exchange", "0.112 s", "2.27", "192 MB", "← slowest"):
             await console.shows(text)
 
 

@@ -26,7 +26,6 @@ from tui.formatting import (
     recovery_summary,
     result_text,
     sample_texts,
-    size,
     tracker_texts,
     trained_text,
 )
@@ -226,7 +225,7 @@ def rank_table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: b
         Column("compute", [Content.styled(bar, rank_style(r.rank)) for bar, r in zip(bars, ranks, strict=True)], 5),
         Column("", [figure(seconds, _seconds) for seconds in took], 9, right=True, reserved=8),
         Column("step", [figure(rank.iteration, ",") for rank in ranks], 5, right=True),
-        Column("peak", [figure(rank.memory_bytes or None, size) for rank in ranks], 6, right=True, reserved=6),
+        Column("peak", [figure(rank.memory_bytes or None, memory) for rank in ranks], 6, right=True, reserved=6),
         Column("", [Content.styled(arrow if r.rank == straggler else "", "$warning") for r in ranks], 8,
                reserved=len(arrow) if state.active and len(ranks) > 1 else 0),
     ]  # fmt: skip
