@@ -543,7 +543,7 @@ def _history(commands: Commands) -> None:
     )
     runs.add_argument("-n", "--limit", type=_count(1_000_000), metavar="N", help="only the first N")
     runs.add_argument("--filter", default="", metavar="TERMS", help="field:text, field<figure, or words of name or id")
-    runs.add_argument("--sort", metavar="FIELD", help="ascending; -FIELD descending (write --sort=-loss)")
+    runs.add_argument("--sort", metavar="FIELD", help="ascending; -FIELD descending")
     _annotations(commands)
     _comparing(commands)
     _web(commands)
@@ -936,7 +936,10 @@ def _several_runs(parser: argparse.ArgumentParser) -> None:
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser()
-    options, rest = parser.parse_known_args(arguments)
+    given = "\0".join(["", *(sys.argv[1:] if arguments is None else arguments)])
+    # What excludes or reverses begins with a "-", which argparse takes for an option.
+    given = re.sub(r"\0(--filter|--sort)\0(?=-[^-])", r"\0\1=", given)
+    options, rest = parser.parse_known_args(given.split("\0")[1:])
     if len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "folder", "") is None:
         # argparse gives an optional argument nothing once an option has followed the one before it.
         options.folder = _file(rest.pop())

@@ -42,7 +42,8 @@ def test_runs_are_filtered_sorted_and_limited(home: Path, runs: list[MadeRun]) -
     assert names(home) == ["third", "second", "first"]
     assert names(home, "--filter", "state:failed lr<1e-3") == ["second"]
     assert names(home, "--sort", "loss") == ["third", "second", "first"]
-    assert names(home, "--sort=-loss", "-n", "1") == ["first"]
+    assert names(home, "--sort=-loss", "-n", "1") == names(home, "--sort", "-loss", "-n", "1") == ["first"]
+    assert names(home, "--filter", "-name:first", "--sort", "loss") == ["third", "second"]
     assert names(home, "--filter", "name:none") == []
     assert flightdeck(home, "runs", "--filter", "name:none").out == "no run is like that\n"
 
