@@ -99,11 +99,12 @@ class ResultsApi:
 
     def to_publish(self, run: str, target: str, *, fused: bool = False) -> tuple[str, Path | None]:
         """Name what `fetch` is to bring for a target: "fused" where asked for, or where it is there and the target is
-        not the Hub; with its folder where it lies on this machine. Raises RunNotFound, StateError; InputError where
-        there is nothing, or the target cannot take it."""
+        not the Hub or nothing else is; with its folder where it lies on this machine. Raises RunNotFound, StateError;
+        InputError where there is nothing, or the target cannot take it."""
         directory = self._runs.find_trained(run)
         models, result = self._runs.fused(directory.id), self.result(directory.id)
-        if fused or (models and target != "hub"):
+        trained = any(map(result.newest, _WANTED["trained"][0]))
+        if fused or (models and (target != "hub" or not trained)):
             model, nodes = self._chosen(directory.id, "fused")[0], read_plan(directory.plan).config.nodes
             folder, here = Path(model.path).parent, any(node.local for node in nodes if node.name == model.node)
             return "fused", folder if here and folder.is_dir() else None
@@ -120,8 +121,11 @@ class ResultsApi:
         result = RunResult(self._runs.fused(run)) if wanted == "fused" else self.result(run)
         files = next((files for kind in kinds if (files := result.newest(kind, best=best))), ())
         if not files:
-            fuses = wanted == "trained" and result.newest("checkpoint")
-            todo = f"`flightdeck fuse {run}` makes a model of its newest checkpoint" if fuses else ""
+            todo, usable = "", wanted == "trained" and result.newest("checkpoint")
+            if usable and self._runs.fused(run):
+                todo = f"`flightdeck fetch {run} --fused` brings the model that was fused of a checkpoint"
+            elif usable:
+                todo = f"`flightdeck fuse {run}` makes a model of its newest checkpoint"
             raise InputError("there is nothing to fetch", where=run, why=why, todo=todo)
         return list({file.name: file for file in files}.values())
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,17 +234,21 @@ async def test_weights_on_a_node_that_a_later_attempt_was_without_are_used_there
         assert [node.name for node in config.nodes] == nodes
 
 
+async def made_fusion(run: MadeRun, number: int, path: str, node: str = "node0", *, ends: str = "succeeded") -> None:
+    home = run.home
+    config, later = await start(home, run.id, "fuse", divided=True), START + timedelta(hours=number)
+    task = MadeRun(home, created=later, number=number, config=config).attempt()
+    saved = SavedFiles(folder=path, iteration=0, files=(("model.safetensors", 7, "3" * 64),))
+    task.append(WeightsSaved(rank=0, node=node, attempt=1, holds="model", saved=saved))
+    task.append(ResultReported(result=Fused(path=path, bytes=7, kept=0.99, accepted=ends == "succeeded")))
+    task.state("running", ends, reason="completed" if ends == "succeeded" else "rank_failed").close()
+
+
 async def test_the_newest_fused_model_is_measured_beside_base_and_adapter(tmp_path: Path) -> None:
     """And what is fetched and published as fused is that one; on another node than the weights it is not measured."""
     run, engine = trained(tmp_path), Engine(tmp_path)
 
-    async def fuse(number: int, path: str, node: str = "node0", *, ends: str = "succeeded") -> None:
-        config, later = await start(tmp_path, run.id, "fuse", divided=True), START + timedelta(hours=number)
-        task = MadeRun(tmp_path, created=later, number=number, config=config).attempt()
-        saved = SavedFiles(folder=path, iteration=0, files=(("model.safetensors", 7, "3" * 64),))
-        task.append(WeightsSaved(rank=0, node=node, attempt=1, holds="model", saved=saved))
-        task.append(ResultReported(result=Fused(path=path, bytes=7, kept=0.99, accepted=ends == "succeeded")))
-        task.state("running", ends, reason="completed" if ends == "succeeded" else "rank_failed").close()
+    fuse = partial(made_fusion, run)
 
     async def measured(kind: TaskKind = "evaluate") -> str | None:
         task = (await start(tmp_path, run.id, kind)).job.task
@@ -262,16 +267,32 @@ async def test_the_newest_fused_model_is_measured_beside_base_and_adapter(tmp_pa
     assert [file.node for file in engine.runs.fused(run.id)] == ["node1"]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["two hosts", "one host"])
-async def test_a_state_in_parts_is_used_on_the_hosts_that_have_them(tmp_path: Path, shared: bool) -> None:
+def saved_in_parts(home: Path, *, shared: bool = False) -> MadeRun:
     config = make_run_config(strategy="sharded")
     nodes = [node.model_copy(update={"ssh": "local" if shared else f"{node.name}.local"}) for node in config.nodes]
-    run = MadeRun(tmp_path, config=config.model_copy(update={"nodes": tuple(nodes)})).attempt()
+    run = MadeRun(home, config=config.model_copy(update={"nodes": tuple(nodes)})).attempt()
     for part in range(2):
         files = (("weights.safetensors", 5, "0" * 64), ("optimizer.safetensors", 9, "0" * 64))
         state = SavedFiles(folder=f"/c/part{part}/step-80", iteration=80, files=files, parts=2)
         run.append(StateSaved(rank=part, node=f"node{part}", state=f"80.{part}", manifest=MANIFEST, saved=state))
-    run.state("running", "failed", reason="rank_failed").close()
+    return run.state("running", "failed", reason="rank_failed").close()
+
+
+async def test_what_was_fused_of_a_checkpoint_is_published_and_fetched_where_no_weights_were_saved(
+    tmp_path: Path,
+) -> None:
+    run, results = saved_in_parts(tmp_path), Engine(tmp_path).results
+    with pytest.raises(InputError, match="makes a model of its newest checkpoint"):
+        results.to_publish(run.id, "hub")
+    await made_fusion(run, 1, "/fused")
+    assert results.to_publish(run.id, "hub") == ("fused", None)
+    with pytest.raises(InputError, match="--fused` brings the model"):
+        results._chosen(run.id, "trained")
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["two hosts", "one host"])
+async def test_a_state_in_parts_is_used_on_the_hosts_that_have_them(tmp_path: Path, shared: bool) -> None:
+    run = saved_in_parts(tmp_path, shared=shared)
     config = await start(tmp_path, run.id, "generate")
     second = "node0" if shared else "node1"
     assert [node.name for node in config.nodes] == [*dict.fromkeys(["node0", second])]
