@@ -41,6 +41,7 @@ def serving_lines(snapshot: RunSnapshot, how_to_stop: str) -> Iterator[str]:
     if not snapshot.record.state.ended and any(result.kind == "serving" for result in snapshot.task_results):
         served = snapshot.ranks[0].served if snapshot.ranks else None
         text = served_text(served) if served is not None else "no request yet"
+        text += " since it was restarted" * (snapshot.record.attempts > 1)
         yield "; ".join(filter(None, (text, how_to_stop)))
 
 

@@ -75,7 +75,10 @@ def test_a_server_that_goes_on_says_what_it_has_answered_and_how_it_is_stopped()
     assert list(serving_lines(begun, "ctrl+x stops it")) == ["no request yet; ctrl+x stops it"]
     ranks = (replace(begun.ranks[0], served=ServedRequests(1234, 56_789, 35.25)), *begun.ranks[1:])
     asked = replace(begun, ranks=ranks)
-    assert list(serving_lines(asked, "stop it")) == ["1,234 requests answered, 56,789 tokens, 35.2 tok/s; stop it"]
+    text = "1,234 requests answered, 56,789 tokens, 35.2 tok/s"
+    assert list(serving_lines(asked, "stop it")) == [f"{text}; stop it"]
+    again = replace(asked, record=asked.record.model_copy(update={"attempts": 2}))
+    assert list(serving_lines(again, "stop it")) == [f"{text} since it was restarted; stop it"]
     ended = replace(asked, record=fake_engine.succeeded().record)
     assert list(serving_lines(ended, "stop it")) == []
     assert list(serving_lines(fake_engine.running(), "stop it")) == []
