@@ -8,17 +8,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from engine.config.models import Config
-from engine.errors import InputError
+from engine.errors import InputError, plural
 from engine.models import RunRecord, RunState
 from engine.protocol.job import AUTO
 from engine.publish.model_folder import ModelFolder
 from engine.snapshots import ResultFile, RunResult
-from engine.task_result import Evaluated, Fused
+from engine.task_result import Evaluated, Fused, Variant
 
 _CACHED = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+)/")
 """A model in the cache of huggingface_hub, by its owner and name."""
@@ -108,6 +108,7 @@ def _losses(result: RunResult, measured: Sequence[Evaluated | Fused]) -> Iterato
     rows: list[tuple[str, str, float | None]] = [("base model", "", result.base)]
     rows += [(label, str(point.iteration), point.loss) for label, point in points if point is not None]
     tasks = {task.variant: task for task in reversed(measured) if isinstance(task, Evaluated)}
+    tasks = {variant: tasks[variant] for variant in get_args(Variant) if variant in tasks}
     rows += [("test", "", result.test_loss)]
     rows += [(f"{name}, {task.tokens:,} tokens of {task.split}", "", task.loss) for name, task in tasks.items()]
     for label, iteration, loss in rows:
@@ -117,13 +118,13 @@ def _losses(result: RunResult, measured: Sequence[Evaluated | Fused]) -> Iterato
 
 def _training(run: TrainedRun) -> Iterator[tuple[str, str]]:
     job, result, energy = run.config.job, run.result, run.result.energy
-    machines = str(len({node.ssh for node in run.config.nodes})) + f" ({', '.join(run.known_chips)})" * bool(
-        run.known_chips
-    )
+    chips = f" ({', '.join(run.known_chips)})" if run.known_chips else ""
+    machines = f"{len({node.ssh for node in run.config.nodes})}{chips}"
     rows: dict[str, Any] = {"base model": run.base, "method": f"{job.fine_tune_type}, {job.framework}, {job.strategy}"}
     rows |= {"machines": machines, "ranks": run.record.world_size, "trained tokens": result.tokens}
     rows["seconds"] = None if result.seconds is None else round(result.seconds)
-    rows["kWh"] = None if energy is None else f"{energy.joules / 3.6e6:.3f}, measured on {len(energy.nodes)} nodes"
+    if energy is not None:
+        rows["kWh"] = f"{energy.joules / 3.6e6:.3f}, measured on {plural(len(energy.nodes), 'node')}"
     rows |= {key: job.mlx_lm.get(key) for key in _LENGTH + _UPDATES} | dict(result.versions)
     if rows["learning_rate"] == AUTO and result.learning_rate is not None and not rows["lr_schedule"]:
         # With batch_tokens the rule's rate is known to the trainer alone.

@@ -292,6 +292,8 @@ def test_the_card_has_what_was_measured_of_the_published_weights_and_of_no_other
     fused_model(home, run, model)
     text = card(publish(home, run, "gguf", model, tmp_path / "out"))
     assert "| fused, 900 tokens of test |  | 2.0300 | 7.614 |" in text
+    rows = [text.index(f"| {name}, 900 tokens of test |") for name in ("base", "adapter", "fused")]
+    assert rows == sorted(rows)
     assert "The fused model keeps 99.0% of the gain of what was trained over the base model." in text
     (model / "model.safetensors").write_bytes(safetensors(LORA))
     text = card(publish(home, run, "gguf", model, tmp_path / "other"))
