@@ -13,7 +13,8 @@ from engine.security.sanitise import sanitise_text
 
 
 def _harmless(text: str) -> str:
-    return sanitise_text("\n".join(text.splitlines()))
+    # The sign behind it keeps an empty last line, which `splitlines` leaves out.
+    return sanitise_text("\n".join(f"{text}.".splitlines())[:-1])
 
 
 Text = Annotated[str, Field(max_length=1_000_000), AfterValidator(_harmless)]

@@ -52,6 +52,11 @@ def test_a_refusal_names_the_ways_out_with_their_sizes() -> None:
     ]
 
 
+def test_an_answer_keeps_the_line_ends_that_it_ends_with() -> None:
+    answer = Answer(variant="base", prompt="Hi", text="a\r\n\n\n", tokens=3, prompt_tokens=1, tokens_per_second=1.0)
+    assert Answer.model_validate_json(answer.model_dump_json()).text == answer.text == "a\n\n\n"
+
+
 def test_an_answer_is_harmless_line_by_line() -> None:
     figures: Any = {"tokens": 2, "prompt_tokens": 1, "tokens_per_second": 3.25}
     answer = Answer(variant="adapter", prompt="Hi\x1b[2J", text="one\x1b[31m\ntwo", **figures)
