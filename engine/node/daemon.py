@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.node.processes import kill_all, kill_group, with_variables
@@ -94,9 +94,9 @@ def _redirect(log: Path) -> None:
 class GroupReaper:
     """Held by the process whose group must not outlive it."""
 
-    def __init__(self, marks: Mapping[str, str] | None = None) -> None:
+    def __init__(self, marks: Mapping[str, str] | None = None, at_end: Callable[[], None] = lambda: None) -> None:
         """`marks`: variables of processes outside the group that must not outlive it either, such as torchrun's
-        workers, each of which has a session of its own."""
+        workers, each of which has a session of its own. `at_end` is called after the holder's end."""
         read_end, self._write_end = os.pipe()
         try:
             self.pid = os.fork()
@@ -110,7 +110,7 @@ class GroupReaper:
             for target in range(_AFTER_STDERR):
                 os.dup2(nothing, target)
             close_all_but(read_end)
-            _watch(read_end, dict(marks or {}))
+            _watch(read_end, dict(marks or {}), at_end)
         os.close(read_end)
 
     def set_group(self, pgid: int) -> None:
@@ -129,7 +129,7 @@ class GroupReaper:
         return os.waitpid(self.pid, 0 if wait else os.WNOHANG)[0] == self.pid
 
 
-def _watch(pipe: int, marks: dict[str, str]) -> None:
+def _watch(pipe: int, marks: dict[str, str], at_end: Callable[[], None]) -> None:
     """Read group ids until the pipe ends, then kill the last one, and what has the variables `marks`. Never returns."""
     try:
         os.setsid()
@@ -141,5 +141,6 @@ def _watch(pipe: int, marks: dict[str, str]) -> None:
         if pgid := int(received.split()[-1]):
             kill_group(pgid, signal.SIGKILL)
             kill_all(with_variables(marks) if marks else ())
+        at_end()
     finally:
         os._exit(0)

@@ -11,8 +11,10 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from engine.protocol.attempt import write_atomic
 MARKER = "flightdeck.json"
 """In an environment, written last: one without it is not whole."""
 _TAIL = 5
+_TRIES, _AGAIN_S = 50, 0.1
 _LIST = """
 import importlib.metadata, json, os, sys, time
 size = sum(os.lstat(os.path.join(path, name)).st_size for path, _, names in os.walk(sys.argv[1]) for name in names)
@@ -42,12 +45,13 @@ def made_environment() -> Iterator[dict[str, Any]]:
     what is `made`, or the `problem`. The request has the `folder`, the `python` (its path, or for uv a version), `uv`
     or null, the `requirements`, and the folder with all `wheels` that they need, or null for the package index."""
     lines = os.fdopen(0, "rb", closefd=False)
-    request, reaper = json.loads(lines.readline()), GroupReaper()
+    request = json.loads(lines.readline())
     folder = Path(request["folder"]).expanduser()
+    reaper = GroupReaper(at_end=partial(_remove_half, folder))
 
     def follow() -> None:
         lines.read()
-        # The reaper ends what was started.
+        # The reaper ends what was started, and removes what is half made.
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
@@ -75,6 +79,18 @@ def made_environment() -> Iterator[dict[str, Any]]:
         yield {"problem": f"no environment is made: {reason_of(error, Path(error.filename or folder))}"}
     except (_Failed, ValueError) as error:
         yield {"problem": f"no environment is made: {error}"}
+
+
+def _remove_half(folder: Path) -> None:
+    """An environment that is not whole, and that no other head is making."""
+    for _ in range(_TRIES):
+        if (folder / MARKER).is_file() or not folder.exists():
+            return
+        with contextlib.suppress(OSError), folder.with_suffix(".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        # What is being killed may still write there.
+        time.sleep(_AGAIN_S)
 
 
 def _make(folder: Path, request: Mapping[str, Any], reaper: GroupReaper) -> Iterator[dict[str, Any]]:

@@ -104,9 +104,22 @@ def test_what_it_has_started_ends_with_it(tmp_path: Path, uv: Path, how: str) ->
         assert process.stdin is not None
         process.kill() if how == "kill" else process.stdin.close()
         process.wait()
-    while alive(pid, started):
+    while alive(pid, started) or folder.exists():
         time.sleep(0.01)
-    assert not (folder / MARKER).exists() and not has_secret(tmp_path / "node")
+    assert [path.name for path in folder.parent.iterdir()] == [folder.with_suffix(".lock").name], "nothing half made"
+
+
+def test_the_end_of_one_that_waited_takes_nothing_from_the_other_head(tmp_path: Path, uv: Path) -> None:
+    folder = tmp_path / "node" / "0123456789abcdef"
+    with probe(folder, uv, wheels=str(tmp_path / "wheels")) as maker:
+        assert report(maker)["line"].startswith("pid ")
+        with probe(folder, uv) as waiting:
+            assert report(waiting) == {"line": "another head makes it: waiting for its end"}
+        time.sleep(0.3)
+        (tmp_path / "go").touch()
+        while "line" in (answer := report(maker)):
+            assert answer["line"]
+    assert answer["made"]["id"] == folder.name
 
 
 def test_why_none_is_made_is_told(tmp_path: Path, uv: Path) -> None:
