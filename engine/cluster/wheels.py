@@ -29,6 +29,8 @@ from engine.security.redact import redact
 
 _DOWNLOAD_LIMIT_S = 7200.0
 _LOCK_AGAIN_S = 1.0
+_FROM_FILE = 'exec <"$1" && rm -f "$1" && shift && exec "$@"'
+"""A program with a file as its stdin, which is gone before it begins: it may hold the password of an index."""
 _OLDEST_GLIBC = 17
 """The minor version of manylinux2014's, the oldest that wheels are made for by now."""
 
@@ -117,7 +119,7 @@ async def _download(config: Config, plan: EnvironmentPlan, part: Path, on_line: 
     source, listed = config.environment.wheels, part.with_suffix(".txt")
     argv = [*await _pip(), "download", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     argv += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", plan.base.minor]
-    argv += [*(f"--platform={one}" for one in wheel_platforms(plan.base)), "--dest", str(part), "-r", str(listed)]
+    argv += [*(f"--platform={one}" for one in wheel_platforms(plan.base)), "--dest", str(part), "-r", "/dev/stdin"]
     if config.environment.requirements is None:
         # They name all: pip would ask for what packages need on this machine.
         argv.append("--no-deps")
@@ -125,11 +127,11 @@ async def _download(config: Config, plan: EnvironmentPlan, part: Path, on_line: 
         argv += ["--no-index", "--find-links", resolved(source, config.folder)]
     settings = {"PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": ""} if source is not None else {}
     write_atomic(listed, "\n".join(plan.requirements) + "\n")
+    argv = ["/bin/sh", "-c", _FROM_FILE, "sh", str(listed), *argv]
     try:
         done = await LocalTransport().run(argv, timeout_s=_DOWNLOAD_LIMIT_S, environment=settings, on_line=on_line)
     finally:
-        # It may hold the password of an index.
-        listed.unlink()
+        listed.unlink(missing_ok=True)
     if done.code != 0:
         why = redact(done.exit_output) if done.code is not None else f"{_DOWNLOAD_LIMIT_S:g} s are over"
         todo = "name a folder that has them all as `wheels` of [environment]"

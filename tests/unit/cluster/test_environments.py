@@ -173,7 +173,9 @@ async def test_two_that_need_the_same_wheels_at_once_get_them_from_one_folder(tm
     assert (folders[0] / "tiny-1.0-py3-none-any.whl").stat().st_ino == sent, "what another may be sending stays"
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {"", ".lock"}
     write_wheel(tmp_path / "wheels", "tiny", "1.0", content={"tiny.py": "another = 1"})
-    await fetch_wheels(ours, plans[0], tmp_path / "cache", print)
+    cache, during = tmp_path / "cache", list[Path]()
+    await fetch_wheels(ours, plans[0], cache, lambda _: during.extend(cache.iterdir()))
+    assert during and ".txt" not in {path.suffix for path in during}, "pip's list may hold a password"
     assert (folders[0] / "tiny-1.0-py3-none-any.whl").read_bytes() == (
         tmp_path / "wheels" / "tiny-1.0-py3-none-any.whl"
     ).read_bytes()
