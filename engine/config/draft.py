@@ -163,7 +163,8 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
 
 
 def already_there(path: Path) -> InputError:
-    return InputError(f"{path} already exists", todo="--force overwrites it, -o FILE writes another file")
+    force = "" if path.is_dir() else "--force overwrites it, "
+    return InputError(f"{path} already exists", todo=f"{force}-o FILE writes another file")
 
 
 def _check(node: DraftNode) -> None:

@@ -73,6 +73,12 @@ def test_a_file_in_the_way_is_left_alone_unless_forced(folder: Path) -> None:
     assert init(folder, "127.0.0.1", "--force").code == 0
     assert "[cluster]" in (folder / "flightdeck.toml").read_text()
     printed = init(folder, "127.0.0.1", "-o", "-", "--name", "lab")
+    assert json.loads(init(folder, "127.0.0.1", "-o", "-", "--json").out)["nodes"]
+    into_folder = init(folder, "127.0.0.1", "-o", ".", "--force")
+    assert (into_folder.code, into_folder.err) == (2, "flightdeck: . already exists (-o FILE writes another file)\n")
+    before = (folder / "flightdeck.toml").read_text()
+    faulty = init(folder, "127.0.0.1", "--force", "--model", "../model")
+    assert faulty.code == 2 and "without .." in faulty.err and (folder / "flightdeck.toml").read_text() == before
     assert (printed.code, printed.out) == (0, (folder / "flightdeck.toml").read_text().replace("studio-one", "lab"))
 
 
@@ -158,7 +164,7 @@ class KeyedHost:
     """An engine whose one host shows a key, and is asked only once that is accepted."""
 
     def __init__(self) -> None:
-        self.nodes = self
+        self.nodes = self.setup = self
         self.offer = HostKeyOffer(target="ana@ultra", key="ssh-ed25519 AAAA", fingerprint="SHA256:ultra")
         self.accepted: list[HostKeyOffer] = []
 
@@ -175,8 +181,8 @@ class KeyedHost:
     async def accept_host_key(self, offer: HostKeyOffer) -> None:
         self.accepted.append(offer)
 
-    def load_config(self, path: Path, overrides: Any = None) -> Any:
-        return load_config(path)
+    def config(self, path: Path, text: str) -> Any:
+        return load_config(path, text=text)
 
     def accept(self, digest: str) -> None: ...
 

@@ -42,7 +42,7 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
     """Write the file and say what comes next; 2 when there is nothing to write or a file in the way, 1 when with --yes
     a node is left without mlx."""
     target: Path = options.output or DEFAULT_FILE
-    if target != _STDOUT and target.exists() and not options.force:
+    if target != _STDOUT and (target.is_dir() or (target.exists() and not options.force)):
         raise already_there(target)
     progress = Lines(sys.stderr)
     hostfile = hosts_from_hostfile(options.hostfile) if options.hostfile else None
@@ -68,13 +68,14 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
         pythons = [python.made(made.get(host.ssh)) for host, python in zip(hosts, pythons, strict=True)]
     nodes = draft_nodes(hosts, pythons)
     text = write(nodes)
-    if target == _STDOUT:
-        print(text, end="")
-        return ExitCode.OK
-    write_draft(target, text, force=options.force)
-    engine.nodes.accept(engine.load_config(target).digest)
+    digest = engine.setup.config(target, text).digest
+    if target != _STDOUT:
+        write_draft(target, text, force=options.force)
+        engine.nodes.accept(digest)
     if options.json:
         _print_document(target, text, nodes, pythons)
+    elif target == _STDOUT:
+        print(text, end="")
     else:
         _say_next(Lines(), target, nodes, pythons, job)
     return ExitCode.FAILED if options.yes and any(python.lacks_mlx for python in pythons) else ExitCode.OK
