@@ -19,7 +19,7 @@ from engine.config.formats import path_form, resolved
 from engine.config.mlx_lm_keys import SAME_KEYS
 from engine.config.models import TABLES
 from engine.errors import ConfigError, ConfigFault, InputError
-from engine.security.identifiers import MAX_IDENTIFIER_LENGTH, make_identifier, safe_repr
+from engine.security.identifiers import MAX_IDENTIFIER_LENGTH, make_identifier
 
 Settings = Mapping[str, Any]
 """By key: of [job] ("lora_parameters.rank" is one key of its table), or of another table ("checkpoint.every",
@@ -127,7 +127,7 @@ def _rank(nodes: Sequence[Any], key: str, name: str | None) -> int:
     names = [node.get("name", f"node{rank}") if isinstance(node, dict) else "" for rank, node in enumerate(nodes)]
     if name not in names:
         accepted = f"node.NAME.KEY with the name of a node: {', '.join(map(str, names))}"
-        raise ConfigError([ConfigFault("--set", safe_repr(key), "", accepted)])
+        raise ConfigError([ConfigFault("--set", key_text(key), "(no such node)", accepted)])
     return names.index(name)
 
 

@@ -125,7 +125,7 @@ def test_what_would_run_elsewhere_is_another_thing_to_accept(path: Path, setting
         ({"node.ultra.ips": ["::1"]}, "--set: node[1].ips[0] = '::1': expected an IPv4 address"),
         (
             {"node.eve.python": "/x"},
-            "--set: 'node.eve.python' = : expected node.NAME.KEY with the name of a node",
+            "--set: 'node.eve.python' = (no such node): expected node.NAME.KEY with the name of a node",
         ),
         ({"node.python": "/x"}, "expected node.NAME.KEY"),
         ({"grad_checkpoint.x": 1}, "--set: job.grad_checkpoint = {'x': 1}: expected true or false"),
