@@ -92,8 +92,10 @@ async def test_it_is_left_and_taken_up_again_and_nodes_are_typed_and_ordered(fak
         await console.press("t", *"no host", "enter")
         await console.shows("'no host' is not a host")
         assert screen(console).choices.typed == (), "it would be in the way of each later search"
-        await console.press("t", *"gone", "enter")
+        assert screen(console).typed == "no host", "it can be corrected"
+        await console.press("ctrl+a", "ctrl+k", *"gone", "enter")
         await console.until(lambda: "gone" in screen(console).candidates, "the typed host")
+        assert "is not a host" not in console.screen
         await console.press("J")
         assert screen(console).choices.chosen == ("max", "ana@ultra.local", "gone")
         await console.press("down", "down", "down", "space", "enter", "y")

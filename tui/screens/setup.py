@@ -137,6 +137,7 @@ class _Nodes(SetupStep):
         else:
             return super().press(key)
         self._touched = True
+        self.setup.say("")
         self.setup.choose(chosen=tuple(chosen))
         return True
 
@@ -155,11 +156,12 @@ class _Nodes(SetupStep):
             self.setup.action_next()
 
     def take(self, text: str) -> bool:
-        self.setup.ask_no_more()
-        if text:
-            # What is no host must not be kept.
-            with self.setup.refusals():
-                api.hosts_from_names([text])
+        # What is no host must not be kept, but can be corrected.
+        with self.setup.refusals():
+            api.hosts_from_names([text] if text else [])
+            self.setup.ask_no_more()
+            self.setup.say("")
+            if text:
                 self._touched, choices = True, self.setup.choices
                 both = (choices.chosen or (), choices.typed)
                 chosen, typed = (tuple(dict.fromkeys([*hosts, text])) for hosts in both)
