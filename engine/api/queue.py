@@ -46,9 +46,10 @@ class QueueApi:
         # Before the first item there is neither of them.
         with contextlib.suppress(OSError):
             if not attended and not shutil.disk_usage(self._home).free:
-                why = "the disk is full: nothing starts until there is room"
+                why = "room: the disk is full"
             notes = json_object(json_or_none(read_regular(self._files.notes)))
-        waits = {item: text or str(notes.get(str(item), why)) for item, text in self.waits(active).items()}
+        again = {item: f"another try: {note}" for item, note in notes.items()}
+        waits = {item: text or again.get(str(item), why) for item, text in self.waits(active).items()}
         return QueueSnapshot(
             tuple(item for item in items if item.id not in ended),
             waits,

@@ -104,7 +104,7 @@ def _check(item: QueueItem, change: str, before: Sequence[str]) -> None:
     if item.state not in before:
         why = f"it is {item.state}" + (f" as {item.run}" if item.run else "")
         todo = f"flightdeck abort {item.run}" if item.state in ("launching", "started") else ""
-        raise InputError(f"item {item.id} ({item.name}) is not {change}", why=why, todo=todo)
+        raise InputError(f"item {item.id} ({item.name}) cannot be {change}", why=why, todo=todo)
 
 
 def waits_for(items: Sequence[QueueItem], used: Mapping[str, str], now: datetime) -> dict[int, str]:

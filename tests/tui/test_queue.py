@@ -81,7 +81,9 @@ def test_a_grid_is_queued_listed_and_changed_by_command(home: Path, tmp_path: Pa
     refused = flightdeck(home, "launch", *grid, cwd=tmp_path)
     assert refused.code == 2 and "asks for 2 runs" in refused.err and "--queue" in refused.err
     wishes = ("--after", "2099-12-31 22:00", "--for", "8h", "--stop-queue-on-failure")
-    queued = json.loads(flightdeck(home, "launch", "--queue", *grid, *wishes, "--json", cwd=tmp_path).out)
+    done = flightdeck(home, "launch", "--queue", *grid, *wishes, "--json", cwd=tmp_path)
+    assert ", not before 2099-12-31 22:00" in done.err.splitlines()[0], done.err
+    queued = json.loads(done.out)
     assert [(item["id"], item["budget_s"], item["stop_on_failure"]) for item in queued] == [
         (1, 28_800.0, True), (2, 28_800.0, True),
     ]  # fmt: skip

@@ -23,6 +23,7 @@ from tui.commands.terminal import (
     print_json,
     progress_lines,
 )
+from tui.formatting import item_why
 
 
 def demo(options: argparse.Namespace, engine: Engine) -> int:
@@ -72,8 +73,8 @@ def _put_into_queue(options: argparse.Namespace, engine: Engine, configs: Sequen
     )
     lines, snapshot = progress_lines(options), engine.queue.snapshot()
     for item in items:
-        waits = snapshot.waits.get(item.id)
-        lines.say(f"queued as item {item.id}: {item.name}" + (f", waits for {waits}" if waits else ""))
+        why = item_why(item, snapshot)
+        lines.say(f"queued as item {item.id}: {item.name}" + (f", {why}" if why else ""))
     if options.json:
         print_json(items)
     return ExitCode.OK

@@ -79,7 +79,7 @@ def test_what_may_not_come_is_refused(before: list[str], change: str) -> None:
     now = queue(item(1))
     for one in before:
         now = now.changed(1, one)
-    with pytest.raises(InputError, match=f"is not {change}"):
+    with pytest.raises(InputError, match=f"cannot be {change}"):
         now.changed(1, change)
     with pytest.raises(InputError, match="no item 7"):
         now.changed(7, change)

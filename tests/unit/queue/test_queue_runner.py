@@ -168,7 +168,7 @@ async def test_a_disk_that_is_full_at_the_start_is_waited_for(
     monkeypatch.setattr("engine.api.queue_runner._POLL_S", 0.0)
     head.add("a1")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
-    assert Engine(head.home).queue.snapshot().waits[1].startswith("the disk is full")
+    assert Engine(head.home).queue.snapshot().waits[1] == "room: the disk is full"
     head.files.change(lambda queue: queue.changed(1, "launching", run="r1").changed(1, "started"))
     await head.runner.run()
     assert len(taken) == 3 and head.states() == ["ended"]
