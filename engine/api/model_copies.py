@@ -169,9 +169,7 @@ def _hub(name: str, kind: str) -> HubName:
     """Raises InputError."""
     hub = hub_name(name, kind)
     if hub is None:
-        raise InputError(
-            f"{name!r} is no name of the Hugging Face Hub", why="and no folder of this machine", todo="org/name"
-        )
+        raise InputError(f"{name!r} is neither a folder of this machine nor org/name of the Hugging Face Hub")
     return hub
 
 

@@ -176,7 +176,7 @@ class Spreading:
                         here = count_or_none(report["here"]) or 0
                         self.report(CopyProgress(node.name, min(here, size), size, None, f"{hub.name} from the Hub"))
         except FlightDeckError as error:
-            return {"problem": str(error)}
+            return {"problem": str(error).removeprefix(f"{node.name}: ")}
         return dict(report)
 
     @staticmethod

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +20,7 @@ from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.local import LocalTransport
 from engine.config.load import load_config
 from engine.config.models import Config, NodeConfig
-from engine.errors import InputError
+from engine.errors import InputError, NodeUnreachable
 from engine.protocol.manifest import CopyFile, HubName
 from engine.snapshots import CopyProgress
 from tests.model_copies import cache_files
@@ -169,3 +171,12 @@ async def test_the_machine_with_the_fastest_way_downloads(
             await spreading._download(hub, nodes, {node.ssh: node for node in nodes}, {"d": 5 * 10**8}, "")
     assert [node.name for node, _ in ways] == ["c", "a", "d", "b"], "who is late is tried after the others"
     assert {note.note for note in notes} == {"has the best way to the Hub: c 5.0 MB/s, a 1.0 MB/s"}
+
+
+async def test_why_nothing_can_be_copied_is_told_in_one_sentence_that_names_a_node_once() -> None:
+    fleet = SimpleNamespace(agent=Mock(side_effect=NodeUnreachable("cannot be reached", where="ana")))
+    node = NodeConfig(name="ana", ssh="ana.test", python="/p", workdir="/w")
+    answer = await Spreading(cast(Any, fleet), {}, report=print)._ask_hub(node, HubName("model", "org/x"), get=True)
+    assert answer == {"problem": "cannot be reached"}
+    with pytest.raises(InputError, match=r"^'nix' is neither a folder of this machine nor org/name of the Hugging"):
+        model_copies._hub("nix", "model")
