@@ -6,6 +6,7 @@ explains the end is found by engine.failures.explanation."""
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,8 +94,14 @@ def _why_is_lost(fault: Fault, evidence: FailureEvidence) -> bool:
     """The fault follows from that an earlier supervisor had ended ranks, and has left no reason."""
     if not evidence.adopted or fault.weight is not Weight.CONSEQUENCE:
         return False
-    record, ended_at = fault.evidence.record, min(_ended_by_command(evidence), default=fault.at)
-    return (record is not None and record.asked_to_leave) or ended_at < fault.at
+    record, ended_at = fault.evidence.record, min(_ended_by_command(evidence), default=math.inf)
+    # Where its end is recorded, so is what it followed from.
+    margin_s = _RECORD_MARGIN_S if evidence.trigger is Trigger.ENDED else 0.0
+    return (record is not None and record.asked_to_leave) or ended_at - margin_s < fault.at
+
+
+_RECORD_MARGIN_S: Final = 3.0
+"""A rank's peers lose it before its keeper has read the rest of its output and records its end."""
 
 
 def _ended_by_command(evidence: FailureEvidence) -> list[float]:
@@ -447,9 +454,10 @@ def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence |
     unresponsive = [one for one in stayed if not _has_left(one)]
     asked = evidence.kind.survivors_keep_state and hang.iteration > 0
     # Who has done its work while the attempt was ended might have hung as well.
-    alone = unresponsive == stayed and not any(rank.outlived for rank in evidence.ranks if rank not in stayed)
+    unclear = any(rank.outlived for rank in evidence.ranks if rank not in stayed)
+    alone = len(unresponsive) == 1 < len(evidence.ranks) and (asked or unresponsive == stayed)
     # Whose keeper was killed meanwhile left no word of whether it answered.
-    if len(unresponsive) == 1 < len(evidence.ranks) and (asked or alone) and not unresponsive[0].vanished:
+    if alone and not unclear and not unresponsive[0].vanished:
         (rank,) = unresponsive
         return rank, f"rank {rank.rank} on {rank.node} did not answer when the others left"
     return None, "which rank stalled first is not known"

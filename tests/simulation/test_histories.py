@@ -251,6 +251,14 @@ HISTORIES = {
         '{"seed":871794540,"kind":"local","nodes":4,"local":false,"iterations":15,"period_s":1.0,"recovery":6,'
         '"budget_s":13.06,"faults":[["isolated",3.99,0,18.0]]}'
     ),
+    "ranks that lost a peer which an earlier supervisor ended, at an end that a full disk forgot, began no end": (
+        '{"seed":255499713,"kind":"sharded","nodes":4,"iterations":5,"every":0,"faults":[["head_disk_full",4.7,1,30.0],'
+        '["head_sleeps",5.6,2,18.0],["abort_now",10.9,2,180.0],["head_killed_at_effect",49,3,18.0]]}'
+    ),
+    "a rank that is ended while another does the rest of its work did not fail to answer": (
+        '{"seed":327445591,"kind":"direct","iterations":8,"period_s":0.2,"every":0,"recovery":4,"faults":'
+        '[["head_disk_stalled",5.0,0,180.0]]}'
+    ),
 }
 
 

@@ -515,6 +515,10 @@ def test_why_a_lost_supervisor_ended_the_ranks_is_not_that_a_later_one_lost_them
     adopted = verdict_on(evidence(ended, came_back, trigger=Trigger.ENDED, adopted=True))
     assert (adopted.reason, adopted.rank) == (Reason.SUPERVISOR_LOST, None)
     assert verdict_on(evidence(ended, came_back, trigger=Trigger.ENDED)).rank == 1
+    lost_it = replace(came_back, clock_ahead_s=23.2)
+    adopted = verdict_on(evidence(ended, lost_it, trigger=Trigger.ENDED, adopted=True))
+    assert adopted.reason is Reason.SUPERVISOR_LOST, "its peers lose a rank before its end is recorded"
+    assert verdict_on(evidence(ended, lost_it, trigger=Trigger.RANK, adopted=True)).rank == 1
     left_first = replace(came_back, clock_ahead_s=30.0)
     assert verdict_on(evidence(ended, left_first, trigger=Trigger.ENDED, adopted=True)).rank == 1
 
@@ -622,6 +626,12 @@ def test_a_hang_names_nobody_whose_keeper_was_killed_while_it_was_ended() -> Non
     left = [rank(number, 5, left_for_peers=True) for number in (0, 2)]
     gone = RankEvidence(1, NODES[1], "/py", started=True, vanished=True, outlived=True)
     verdict = verdict_on(evidence(left[0], gone, left[1], trigger=Trigger.HUNG, hang=HANG))
+    assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
+
+
+def test_a_hang_names_nobody_who_was_ended_while_another_did_the_rest_of_its_work() -> None:
+    done, ended = replace(rank(0), outlived=True), rank(1, sig=15, stopped_by="end")
+    verdict = verdict_on(evidence(done, ended, trigger=Trigger.HUNG, hang=HANG))
     assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
 
 
