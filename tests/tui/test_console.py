@@ -181,7 +181,7 @@ async def test_a_run_that_goes_on_unseen_is_in_the_header_and_abort_says_how_to_
         await console.shows("✓ succeeded")
         await console.press("ctrl+x")
         assert console.notifications == [
-            "abort: 20260314-140126-demo-3f9a is not shown: 5 lists it, enter twice opens it"
+            "abort: 20260314-140126-demo-3f9a is not shown: 5 lists it, enter twice opens it, ctrl+x stops it"
         ]
         await console.press("escape")
         await console.shows("▶ 20260314-140126-demo-3f9a running, not shown")
@@ -198,7 +198,7 @@ async def test_the_plans_view_has_no_figure_of_the_run_before(fake: FakeEngine, 
         await console.shows("ready to launch")
         assert figure not in console.screen
         await console.press("L")
-        assert console.notifications[-1] == "log axis: no figures yet"
+        assert console.notifications[-1] == "log axis: no run is shown: 5 lists them"
 
 
 async def test_while_the_engine_loads_nothing_is_said_to_be_missing(fake: FakeEngine) -> None:
