@@ -186,8 +186,10 @@ def state_folder(config: Config) -> str | None:
 async def _request(context: CheckContext, node: NodeConfig, state: SaveSize) -> dict[str, Any]:
     layout, paths = await context.layout_of(node), await _paths(context, node)
     elsewhere = state_folder(context.config)
-    roots = [layout.home, layout.root, layout.expanded(node.workdir), *context.config.preflight.roots]
+    workdir = layout.expanded(node.workdir)
+    roots = [layout.home, layout.root, workdir, *context.config.preflight.roots]
     return {
+        "workdir": workdir,
         "directory": paths["adapter_path"] or f"{layout.root}/runs", "roots": roots,
         "states": layout.expanded(context.path(node, elsewhere)) if elsewhere else None,
         "runs": f"{layout.root}/runs", "resume": paths["resume_adapter_file"], "needed": state.needed_bytes,

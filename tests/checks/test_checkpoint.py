@@ -178,6 +178,15 @@ async def test_a_place_outside_of_the_allowed_roots_is_refused(
     assert (await run_check(check.run, config.model_copy(update={"preflight": roots}))).status is CheckStatus.PASS
 
 
+async def test_a_workdir_that_is_not_there_is_made_by_the_fix(saving: Config, tmp_path: Path) -> None:
+    nodes = tuple(node.model_copy(update={"workdir": str(tmp_path / "work")}) for node in saving.nodes)
+    config = with_settings(saving, adapter_path=str(tmp_path / "work" / "out")).model_copy(update={"nodes": nodes})
+    result = await run_check(check.run, config)
+    assert result.status is CheckStatus.FAIL and f"workdir {tmp_path}/work is not there" in result.summary
+    await run_fix(result.fixes["node0"])
+    assert (await run_check(check.run, config)).status is CheckStatus.PASS
+
+
 async def test_a_torn_file_and_a_torn_configuration_are_put_aside_by_the_fix(saving: Config, adapters: Path) -> None:
     weights(adapters / "0000005_adapters.safetensors", 2, 3)
     torn = weights(adapters / "adapters.safetensors", 2, 3)
@@ -257,7 +266,13 @@ def archived(name: str, content: bytes) -> bytes:
 
 def resumed_from(root: Path, path: Path) -> str:
     """Why the storage probe refuses to resume from it."""
-    asked: dict[str, Any] = {"directory": str(root), "roots": [str(root)], "runs": str(root), "states": None}
+    asked: dict[str, Any] = {
+        "workdir": str(root),
+        "directory": str(root),
+        "roots": [str(root)],
+        "runs": str(root),
+        "states": None,
+    }
     return str(storage.probe_storage(json.dumps({**asked, "needed": 0, "resume": str(path)}))["resume_fault"])
 
 
@@ -400,7 +415,12 @@ def test_too_little_room_names_the_largest_of_earlier_runs(tmp_path: Path) -> No
     for name, size in (("small", 10), ("large", 100_000)):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "adapters.safetensors").write_bytes(bytes(size))
-    asked: dict[str, Any] = {"directory": str(tmp_path), "roots": [str(tmp_path)], "runs": str(tmp_path / "runs")}
+    asked: dict[str, Any] = {
+        "workdir": "/",
+        "directory": str(tmp_path),
+        "roots": [str(tmp_path)],
+        "runs": str(tmp_path / "runs"),
+    }
     asked |= {"states": None, "resume": None}
     message = storage.probe_storage(json.dumps({**asked, "needed": 1 << 60}))
     assert [Path(folder).name for folder, _ in message["largest"]] == ["large", "small"]
@@ -416,7 +436,12 @@ async def test_a_volume_that_loses_with_the_power_what_it_has_taken_is_a_warning
 
     share = tmp_path / "share"
     share.mkdir()
-    asked: dict[str, Any] = {"directory": str(tmp_path), "roots": [str(tmp_path)], "states": str(share / "run")}
+    asked: dict[str, Any] = {
+        "workdir": "/",
+        "directory": str(tmp_path),
+        "roots": [str(tmp_path)],
+        "states": str(share / "run"),
+    }
     asked |= {"runs": str(tmp_path), "resume": None, "needed": 0}
     assert storage.probe_storage(json.dumps(asked))["not_durable"] is None
     monkeypatch.setattr(attempt, "_FULL_SYNC", 51)

@@ -110,9 +110,9 @@ _LARGEST = 3
 
 
 def probe_storage(request: str) -> dict[str, Any]:
-    """The JSON request has `directory`; `roots`, one of which must hold it; `states`, another folder for states, or
-    null; `runs`, where earlier runs' folders lie; `resume`, a file of trained weights to go on with, or null; `needed`,
-    bytes. The answer is a CheckpointStorage of the head's."""
+    """The JSON request has `workdir` and `directory`; `roots`, one of which must hold that; `states`, another folder
+    for states, or null; `runs`, where earlier runs' folders lie; `resume`, a file of trained weights to go on with, or
+    null; `needed`, bytes. The answer is a CheckpointStorage of the head's."""
     question = json.loads(request)
     directory = Path(question["directory"]).expanduser()
     nothing = ("fault", "make", "permit", "own", "free", "not_durable", "resume", "resume_fault")
@@ -121,6 +121,8 @@ def probe_storage(request: str) -> dict[str, Any]:
     try:
         report["directory"] = str(directory.resolve())
         report |= _place(directory, roots)
+        if report["fault"] is None and not (workdir := Path(question["workdir"]).expanduser()).is_dir():
+            report |= {"fault": f"workdir {workdir} is not there{did_you_mean(workdir)}", "make": str(workdir)}
         if report["fault"] is None:
             if states := question["states"]:
                 # Perhaps a volume that is not mounted: no fix for its folders would be right.

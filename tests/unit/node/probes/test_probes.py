@@ -257,7 +257,12 @@ def test_a_private_folder_of_macos_is_not_permitted_by_a_mode(monkeypatch: pytes
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(storage, "write", refusing)
-    request = {"directory": str(tmp_path / "Documents/out"), "roots": [str(tmp_path)], "runs": str(tmp_path)}
+    request = {
+        "workdir": "/",
+        "directory": str(tmp_path / "Documents/out"),
+        "roots": [str(tmp_path)],
+        "runs": str(tmp_path),
+    }
     report = storage.probe_storage(json.dumps({**request, "resume": None, "needed": 0}))
     assert "allow full disk access" in report["fault"]
     assert (report["permit"], report["own"]) == (None, None)
