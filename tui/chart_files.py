@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 from xml.sax.saxutils import escape
 
+from engine.api import replacing
 from engine.errors import InputError
 from tui.formatting import axis_text
 from tui.glyphs import Glyphs
@@ -74,10 +75,11 @@ def write_chart(pictures: Sequence[Picture], title: str, path: Path) -> None:
         height += _ROW_PX * (len(rows) - 1)
         shapes += _shapes(picture, height)
         height += HEIGHT
-    if path.suffix == ".svg":
-        path.write_text(_svg(shapes, height), encoding="utf-8")
-    else:
-        _write_png(shapes, height, path)
+    with replacing(path) as file:
+        if path.suffix == ".svg":
+            file.write(_svg(shapes, height).encode())
+        else:
+            _write_png(shapes, height, file)
 
 
 def _legend_rows(picture: Picture) -> list[list[ChartCurve]]:
@@ -167,7 +169,7 @@ def _svg(shapes: Shapes, height: float) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _write_png(shapes: Shapes, height: float, path: Path) -> None:
+def _write_png(shapes: Shapes, height: float, file: BinaryIO) -> None:
     from PIL import Image, ImageDraw, ImageFont
 
     image = Image.new("RGB", (WIDTH * _PNG_SCALE, int(height) * _PNG_SCALE), "white")
@@ -180,7 +182,7 @@ def _write_png(shapes: Shapes, height: float, path: Path) -> None:
         else:
             for part in _dashed([(x * _PNG_SCALE, y * _PNG_SCALE) for x, y in shape.places], shape.dashes):
                 pen.line(part, shape.colour, max(1, round(shape.width * _PNG_SCALE)))
-    image.save(path)
+    image.save(file, "PNG")
 
 
 def _dashed(places: Sequence[Pixel], dashes: Sequence[int]) -> Iterator[list[Pixel]]:

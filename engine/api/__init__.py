@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from engine.plan.network import NetworkPlan
     from engine.plan.prediction import Prediction
     from engine.plan.strategy import with_strategy
+    from engine.protocol.attempt import replacing
     from engine.protocol.exit_codes import ExitCode
     from engine.protocol.job import Strategy
     from engine.protocol.task import ANSWER_TOKENS, KEEP, SERVE_PORT, TaskKind
@@ -102,6 +103,7 @@ _NAMES: Final = {
     "engine.plan.network": "NetworkPlan",
     "engine.plan.prediction": "Prediction",
     "engine.plan.strategy": "with_strategy",
+    "engine.protocol.attempt": "replacing",
     "engine.protocol.exit_codes": "ExitCode",
     "engine.protocol.job": "Strategy",
     "engine.protocol.task": "ANSWER_TOKENS KEEP SERVE_PORT TaskKind",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import struct
 import sys
 import zlib
@@ -158,6 +159,19 @@ def test_without_pillow_a_png_says_what_it_needs(tmp_path: Path, monkeypatch: py
     with pytest.raises(InputError, match="ends in neither"):
         write_chart([chart_of("a")], "t", tmp_path / "c.gif")
     write_chart([chart_of("a")], "t", tmp_path / "c.svg")
+
+
+@pytest.mark.parametrize("name", ["c.svg", "c.png"])
+def test_a_chart_that_finds_no_room_leaves_the_one_before(name: str, tmp_path: Path) -> None:
+    path, limits = tmp_path / name, resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_bytes(b"before")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="large"):
+            write_chart([chart_of("a")], "t", path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (path.read_bytes(), [*tmp_path.iterdir()]) == (b"before", [path])
 
 
 def test_of_many_curves_each_has_a_letter_at_its_end() -> None:
