@@ -84,10 +84,10 @@ def made_environment() -> Iterator[dict[str, Any]]:
 def _remove_half(folder: Path) -> None:
     """An environment that is not whole, and that no other head is making."""
     for _ in range(_TRIES):
-        if (folder / MARKER).is_file() or not folder.exists():
-            return
         with contextlib.suppress(OSError), folder.with_suffix(".lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (folder / MARKER).is_file() or not folder.exists():
+                return
             shutil.rmtree(folder, ignore_errors=True)
         # What is being killed may still write there.
         time.sleep(_AGAIN_S)
