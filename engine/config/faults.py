@@ -154,11 +154,27 @@ def _shown(path: Sequence[object], value: object) -> str:
     no form. A variable of `env` is one, whatever its name."""
     *tables, name = ".".join(map(str, path)).split(".")
     of_job = name == "env" or tables[-1:] == ["env"]
-    within = isinstance(value, Mapping) and any(is_secret(str(key)) for key in value)
-    if (of_job and not is_public(name)) or (is_secret(name) and isinstance(value, str)) or within:
+    if (of_job and not is_public(name)) or _holds_secret({name: value}):
         return REDACTED
     text = redact(safe_repr(value, _UNCUT))
     return text if len(text) <= _VALUE_WIDTH else f"{text[: _VALUE_WIDTH - 1]}…"
+
+
+def _holds_secret(document: object) -> bool:
+    """A text under the name of a secret, or variables of `env`, however deep. Each part is looked at once: a YAML file
+    of some lines may name one a billion times."""
+    parts, looked_at = [document], set[int]()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, (Mapping, list)) and id(part) not in looked_at:
+            looked_at.add(id(part))
+            named = part.items() if isinstance(part, Mapping) else ()
+            if any(
+                (is_secret(str(key)) and isinstance(value, str)) or (key == "env" and value) for key, value in named
+            ):
+                return True
+            parts += part.values() if isinstance(part, Mapping) else part
+    return False
 
 
 def _plain(key: object) -> object:

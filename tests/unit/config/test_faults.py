@@ -348,6 +348,8 @@ def test_a_fault_reads_as_a_sentence(tmp_path: Path) -> None:
         (NODES + JOB + "[env]\nA = 'hush-hush'", "env"),
         (NODES + JOB + "report = {api_key = 'hush-hush'}", "job.report"),
         (NODES + JOB + "report = {api_key = 'hush'}", "job.report"),
+        (NODES + JOB + "report = {a = [{token = 'hush'}]}", "job.report"),
+        ("[node]\nenv = {FOO = 'hush'}\n" + JOB, "node"),
         (NODES + JOB + "report = ['--hf_token', 'hush-hush']", "job.report"),
         (NODES + JOB + "[notify]\nwebhooks = [{url = 'env:A', token = 'hush-hush'}]", "notify.webhooks[0].token"),
     ],
