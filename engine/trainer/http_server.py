@@ -218,7 +218,8 @@ class Service(ResponseGenerator):  # type: ignore[misc]
         return context, self._counted(request, context, ended, probe=arguments.model.model == PROBE)
 
     def _go_on(self, request: Any) -> None:
-        """Raises ConnectionAbortedError once the client has gone away, for whom nothing more is computed."""
+        """Raises ConnectionAbortedError once the client has gone away. No more tokens are generated for it, and where
+        several are answered at once no more of its prompt is computed."""
         self.active_at = time.monotonic()
         with self._reporting:
             self._reporter.going_on()
@@ -265,8 +266,10 @@ class Service(ResponseGenerator):  # type: ignore[misc]
 
 
 def _without_nulls(body: Any) -> Any:
-    """A parameter that is null has its default value, as with OpenAI."""
-    return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+    """A parameter that is null has its default value, as with OpenAI; what is asked has none."""
+    if not isinstance(body, dict):
+        return body
+    return {key: value for key, value in body.items() if value is not None or key in ("prompt", "messages")}
 
 
 def _begun(text: str, words: Iterable[str]) -> int:
@@ -345,6 +348,11 @@ class Handler(APIHandler):  # type: ignore[misc]
             super().validate_model_parameters()
         except (ValueError, TypeError, OverflowError) as error:
             raise RequestRefused(str(error)) from error
+        usage = self.body.get("stream_options", {})
+        if not isinstance(usage, dict):
+            raise RequestRefused("stream_options must be an object")
+        # mlx-lm takes for granted that it is there.
+        usage.setdefault("include_usage", False)
         if self.body.get("n", 1) != 1:
             raise RequestRefused("n must be 1: a request has one answer")
         if self.seed is not None:
@@ -352,10 +360,20 @@ class Handler(APIHandler):  # type: ignore[misc]
             self.seed %= 1 << 64
 
     def handle_chat_completions(self) -> Any:
-        if any(_image_parts(self.body.get("messages", ()))):
+        """Raises RequestRefused."""
+        messages = self.body.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise RequestRefused("messages must be a list of messages")
+        if any(_image_parts(messages)):
             # mlx-lm would open their addresses before it refuses them.
             return CompletionRequest("images", "", [], None, None)
         return super().handle_chat_completions()
+
+    def handle_text_completions(self) -> Any:
+        """Raises RequestRefused."""
+        if not isinstance(self.body.get("prompt"), str):
+            raise RequestRefused("prompt must be a text")
+        return super().handle_text_completions()
 
     def handle_completion(self, request: Any, stop_words: Any) -> None:
         request.connection = self.connection
@@ -371,8 +389,6 @@ class Handler(APIHandler):  # type: ignore[misc]
             raise RequestRefused("stop must be a text, or a list of texts that are not empty")
         if request.request_type == "images":
             raise RequestRefused("the model reads text, and no images")
-        if not isinstance(request.prompt, str):
-            raise RequestRefused("prompt must be a text")
 
     def handle_health_check(self) -> None:
         healthy = self._health.check()

@@ -210,6 +210,8 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("stop must be a text", {"stop": ["a", ""]}),
     ("`top_k` has to be an integer in the .0, 384. interval", {"top_k": 10**6, "temperature": 1.0}),
     ("prompt must be a text", {"prompt": ["a", "b"]}),
+    ("prompt must be a text", {"prompt": None}),
+    ("stream_options must be an object", {"stream_options": 5}),
     ("the prompt has no tokens", {"prompt": ""}),
     ("logit_bias names what is no token", {"logit_bias": {"385": 1}}),
     ("temperature must be at least 0", {"temperature": -1}),
@@ -228,6 +230,10 @@ def test_what_one_client_sends_ends_no_answer_of_another(trained: Trained, tmp_p
         for why, wrong in REFUSED:
             with pytest.raises(openai().BadRequestError, match=why or None):
                 client.completions.create(**asked, extra_body=wrong)
+        for messages in ("hi", None, [5]):
+            with pytest.raises(openai().BadRequestError, match="messages must be a list of messages"):
+                client.chat.completions.create(model="mine", messages=[], extra_body={"messages": messages})
+        assert [*client.completions.create(**asked, stream=True, stream_options={})][-1].choices[0].finish_reason
         assert next(other).choices[0].text and client.completions.create(**asked).choices[0].text
 
 
