@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -75,11 +76,16 @@ def write_chart(pictures: Sequence[Picture], title: str, path: Path) -> None:
         height += _ROW_PX * (len(rows) - 1)
         shapes += _shapes(picture, height)
         height += HEIGHT
-    with replacing(path) as file:
-        if path.suffix == ".svg":
-            file.write(_svg(shapes, height).encode())
-        else:
-            _write_png(shapes, height, file)
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666
+        with replacing(path.resolve(), mode) as file:
+            if path.suffix == ".svg":
+                file.write(_svg(shapes, height).encode())
+            else:
+                _write_png(shapes, height, file)
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def _legend_rows(picture: Picture) -> list[list[ChartCurve]]:

@@ -165,6 +165,7 @@ def test_without_pillow_a_png_says_what_it_needs(tmp_path: Path, monkeypatch: py
 def test_a_chart_that_finds_no_room_leaves_the_one_before(name: str, tmp_path: Path) -> None:
     path, limits = tmp_path / name, resource.getrlimit(resource.RLIMIT_FSIZE)
     path.write_bytes(b"before")
+    path.chmod(0o600)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
         with pytest.raises(OSError, match="large"):
@@ -172,6 +173,13 @@ def test_a_chart_that_finds_no_room_leaves_the_one_before(name: str, tmp_path: P
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (path.read_bytes(), [*tmp_path.iterdir()]) == (b"before", [path])
+    link = tmp_path / f"link{path.suffix}"
+    link.symlink_to(path)
+    write_chart([chart_of("a")], "t", link)
+    assert link.is_symlink() and path.stat().st_size > 100 and path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(OSError) as no_folder:
+        write_chart([chart_of("a")], "t", tmp_path / "none" / name)
+    assert no_folder.value.filename == str(tmp_path / "none" / name)
 
 
 def test_of_many_curves_each_has_a_letter_at_its_end() -> None:
