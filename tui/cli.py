@@ -938,7 +938,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser()
     given = "\0".join(["", *(sys.argv[1:] if arguments is None else arguments)])
     # What excludes or reverses begins with a "-", which argparse takes for an option.
-    given = re.sub(r"\0(--filter|--sort)\0(?=-[^-])", r"\0\1=", given)
+    given = re.sub(r"\0(--filter|--sort)\0(?=-(?!-|[hn]\0))", r"\0\1=", f"{given}\0").removesuffix("\0")
     options, rest = parser.parse_known_args(given.split("\0")[1:])
     if len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "folder", "") is None:
         # argparse gives an optional argument nothing once an option has followed the one before it.

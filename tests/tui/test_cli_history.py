@@ -46,6 +46,9 @@ def test_runs_are_filtered_sorted_and_limited(home: Path, runs: list[MadeRun]) -
     assert names(home, "--filter", "-name:first", "--sort", "loss") == ["third", "second"]
     assert names(home, "--filter", "name:none") == []
     assert flightdeck(home, "runs", "--filter", "name:none").out == "no run is like that\n"
+    for option in ("--filter", "--sort"):
+        forgotten = flightdeck(home, "runs", option, "-n", "3")
+        assert (forgotten.code, "expected one argument" in forgotten.err) == (2, True), "-n is an option of its own"
 
 
 @pytest.mark.parametrize(
