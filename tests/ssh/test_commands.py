@@ -225,9 +225,7 @@ async def test_a_connection_that_closes_as_a_session_is_granted_is_lost(
 
     def close(channel: SSHClientChannel[bytes], *answer: Any) -> None:
         granted(channel, *answer)
-        connection = channel.get_connection()
-        channel.process_connection_close(None)
-        connection.abort()
+        vars(type(channel.get_connection()))["_cleanup"](channel.get_connection(), None)
 
     monkeypatch.setitem(handlers, MSG_CHANNEL_SUCCESS, close)
     with pytest.raises(NodeUnreachable, match="connection lost"):

@@ -76,9 +76,11 @@ class OpenConnection:
                 return await self.client.create_process(command, encoding=None, request_pty=False, x11_forwarding=False)
         except (AssertionError, AttributeError, *SSH_ERRORS) as error:
             # asyncssh takes for granted that no connection closes in the very moment that it opens a session.
-            if not isinstance(error, SSH_ERRORS):
-                raise connection_lost(self.where, "") from error
             closed = self.client.is_closed()
+            if isinstance(error, AttributeError):
+                if not closed:
+                    raise
+                raise connection_lost(self.where, "") from error
             problem = connection_lost(self.where, str(error)) if closed else unreachable_error(error, self.where)
             if isinstance(error, asyncssh.ChannelOpenError) and error.code != asyncssh.OPEN_REQUEST_SESSION_FAILED:
                 raise SessionRefused(problem.what, where=self.where, why=problem.why, todo=problem.todo) from error
