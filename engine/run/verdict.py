@@ -191,7 +191,8 @@ def _ended_at(rank: RankEvidence) -> float:
 def _weight(rank: RankEvidence, evidence: FailureEvidence) -> Weight | None:
     record = rank.record
     if evidence.trainer and evidence.succeeded(rank):
-        return None
+        # The others had to leave, although it had done its work unseen.
+        return Weight.LOST if rank.lost else None
     if record is None:
         return _weight_without_record(rank, evidence)
     if record.stopped_by is not None:
@@ -362,7 +363,8 @@ def _node_lost(rank: RankEvidence) -> str:
     if rank.record is not None or rank.unreachable_s is None:
         # Only an earlier supervisor may have seen for how long.
         long = f" for {rank.cut_off_s:.0f} s" if rank.cut_off_s > rank.lease_s else ""
-        return f"{rank.node} was cut off{long}, and its rank lost the others"
+        completed = rank.record is not None and rank.record.code == 0
+        return f"{rank.node} was cut off{long}, and {'the others left' if completed else 'its rank lost the others'}"
     over = f", longer than its lease of {rank.lease_s:g} s" if (rank.unreachable_s or 0.0) > rank.lease_s else ""
     return f"{rank.node} has not answered for {_silence(rank)}{over}"
 

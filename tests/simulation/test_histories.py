@@ -255,6 +255,10 @@ HISTORIES = {
         '{"seed":255499713,"kind":"sharded","nodes":4,"iterations":5,"every":0,"faults":[["head_disk_full",4.7,1,30.0],'
         '["head_sleeps",5.6,2,18.0],["abort_now",10.9,2,180.0],["head_killed_at_effect",49,3,18.0]]}'
     ),
+    "a lost node that comes back with its work done is the cause, and not the rank that left for it": (
+        '{"seed":207983773,"kind":"torch","nodes":3,"local":false,"iterations":40,"period_s":0.2,"recovery":1,"faults":'
+        '[["head_sleeps",6.61,2,7.0],["head_disk_full",11.42,0,18.0],["node_sleeps",12.14,2,30.0]]}'
+    ),
     "a rank that is ended while another does the rest of its work did not fail to answer": (
         '{"seed":327445591,"kind":"direct","iterations":8,"period_s":0.2,"every":0,"recovery":4,"faults":'
         '[["head_disk_stalled",5.0,0,180.0]]}'

@@ -509,6 +509,13 @@ def test_a_lost_node_that_comes_back_to_ended_peers_is_the_cause() -> None:
     assert adopted.cause == "right was cut off, and its rank lost the others", "for how long nobody knows any more"
 
 
+def test_a_lost_node_that_comes_back_with_its_work_done_is_the_cause_of_the_others_end() -> None:
+    left, done = rank(0, 5, left_for_peers=True), replace(rank(1), lost=True, cut_off_s=66.4, lease_s=60.0)
+    verdict = verdict_on(evidence(left, done, trigger=Trigger.RANK))
+    assert (verdict.reason, verdict.rank) == (Reason.NODE_LOST, 1)
+    assert verdict.cause == "right was cut off for 66 s, and the others left"
+
+
 @pytest.mark.parametrize("stopped_by", ["end", "stop"])
 def test_why_a_lost_supervisor_ended_the_ranks_is_not_that_a_later_one_lost_them(stopped_by: str) -> None:
     ended, came_back = rank(0, sig=15, at=40.0, stopped_by=stopped_by), rank(1, 5, at=63.0, left_for_peers=True)
