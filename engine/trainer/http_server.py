@@ -30,7 +30,6 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.server import (
     APIHandler,
-    CompletionRequest,
     ModelProvider,
     ResponseGenerator,
     _image_parts,
@@ -366,7 +365,7 @@ class Handler(APIHandler):  # type: ignore[misc]
             raise RequestRefused("messages must be a list of messages")
         if any(_image_parts(messages)):
             # mlx-lm would open their addresses before it refuses them.
-            return CompletionRequest("images", "", [], None, None)
+            raise RequestRefused("the model reads text, and no images")
         return super().handle_chat_completions()
 
     def handle_text_completions(self) -> Any:
@@ -376,19 +375,14 @@ class Handler(APIHandler):  # type: ignore[misc]
         return super().handle_text_completions()
 
     def handle_completion(self, request: Any, stop_words: Any) -> None:
-        request.connection = self.connection
-        self._check(request, stop_words)
-        super().handle_completion(request, stop_words)
-
-    def _check(self, request: Any, stop_words: Any) -> None:
         """Raises RequestRefused."""
+        request.connection = self.connection
         if not set(self.logit_bias or ()) <= self.response_generator.model_provider.tokens:
             # MLX does not check indices.
             raise RequestRefused("logit_bias names what is no token")
         if not isinstance(stop_words, list) or not all(isinstance(word, str) and word for word in stop_words):
             raise RequestRefused("stop must be a text, or a list of texts that are not empty")
-        if request.request_type == "images":
-            raise RequestRefused("the model reads text, and no images")
+        super().handle_completion(request, stop_words)
 
     def handle_health_check(self) -> None:
         healthy = self._health.check()
