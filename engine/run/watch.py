@@ -209,8 +209,8 @@ class RunWatch:
         divided = unserved is None and partitioned and len(config.nodes) > 1 and self._history.record.backend != "nccl"
 
         def used_by(command: str) -> TrainedFile:
-            place, saved_at = (weights.path, weights.size, weights.node), weights.iteration
-            return TrainedFile(*place, command, unserved, weights.parts, saved_at, divided)
+            parts, iteration = weights.parts, weights.iteration
+            return TrainedFile(weights.path, weights.size, weights.node, command, unserved, parts, iteration, divided)
 
         if weights.parts:
             return used_by(f"flightdeck generate {self._rundir.id} -p Hello")
