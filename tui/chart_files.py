@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,8 +76,7 @@ def write_chart(pictures: Sequence[Picture], title: str, path: Path) -> None:
         shapes += _shapes(picture, height)
         height += HEIGHT
     try:
-        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666
-        with replacing(path.resolve(), mode) as file:
+        with replacing(path.resolve()) as file:
             if path.suffix == ".svg":
                 file.write(_svg(shapes, height).encode())
             else:

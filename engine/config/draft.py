@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import secrets
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -148,8 +147,7 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         try:
-            mode = stat.S_IMODE(path.stat().st_mode) if force and path.exists() else 0o666
-            with replacing(path if force else temporary, mode) as file:
+            with replacing(path if force else temporary) as file:
                 file.write(text.encode())
             if not force:
                 # Unlike a rename, this fails if the file was created in the meantime.

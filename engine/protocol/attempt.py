@@ -295,8 +295,11 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file for what will be at `path`: a reader sees all of it, on disk, or what was there before. Raises OSError."""
+def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+    """A file for what will be at `path`: a reader sees all of it, on disk, or what was there before. `mode`: by default
+    that of what was there. Raises OSError."""
+    if mode is None:
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
