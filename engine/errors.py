@@ -29,6 +29,11 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
+def reason_text(reason: str | None) -> str:
+    """Why a run ended, in words; "" for none."""
+    return "on request" if reason == "user_abort" else (reason or "").replace("_", " ")
+
+
 def plural(count: int, noun: str) -> str:
     """A count in a message: "1 node", "1,200 files"."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from engine.errors import InputError, memory_text, plural
+from engine.errors import InputError, memory_text, plural, reason_text
 
 if TYPE_CHECKING:
     from engine.api import Comparison, Difference, QueueItem, QueueSnapshot
@@ -327,11 +327,6 @@ def resume_text(snapshot: RunSnapshot) -> str:
         nodes = ", ".join(dict.fromkeys(file.node for file in files))
         return f"from iteration {files[0].iteration:,} (checkpoint on {nodes})"
     return "from the newest state that its nodes have"
-
-
-def reason_text(reason: str | None) -> str:
-    """Why a run ended, in words; "" for none."""
-    return "on request" if reason == "user_abort" else (reason or "").replace("_", " ")
 
 
 def fetch_text(step: FetchProgress) -> str:

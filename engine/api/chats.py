@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from engine.api.runs import RunsApi
 from engine.api.session import Session
 from engine.api.tasks import TasksApi, serve_request
-from engine.errors import InputError
+from engine.errors import InputError, reason_text
 from engine.models import FrozenModel, RunRecord
 from engine.protocol.task import ANSWER_TOKENS, API_TOKEN_ENV
 from engine.run.json_lines import LineFile, LineTail
@@ -162,7 +162,7 @@ class ChatsApi:
 
 
 def _ended(record: RunRecord) -> InputError:
-    why = f"it has ended: {record.cause or record.reason or record.state}"
+    why = f"it has ended: {record.cause or reason_text(record.reason) or record.state}"
     return InputError(f"{record.id} serves nothing", why=why, todo="serve the run again")
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import yaml
 
 from engine.config.models import Config
-from engine.errors import InputError, plural
+from engine.errors import InputError, plural, reason_text
 from engine.models import RunRecord, RunState
 from engine.protocol.job import AUTO
 from engine.publish.model_folder import ModelFolder
@@ -78,7 +78,7 @@ def model_card(run: TrainedRun, folder: ModelFolder, name: str, usage: Sequence[
     what = f"A model with its {noun} fused" if folder.holds == "model" and noun != "model" else f"A {noun}"
     what = "The layers that full fine-tuning has trained" if folder.holds == "weights" else what
     checksums = [*run.result.inputs.items(), *((file, f"SHA-256 {digest}") for file, digest in folder.hashes.items())]
-    end = f"**The run did not succeed: it ended as {record.state.value}** ({record.reason or 'unknown'})"
+    end = f"**The run did not succeed: it ended as {record.state.value}** ({reason_text(record.reason) or 'unknown'})"
     end = "The run ended" if record.state is RunState.SUCCEEDED else end
     lines = ["---", yaml.safe_dump(_front_matter(run, folder), sort_keys=False).rstrip(), "---", f"# {name}", ""]
     end = f"{end} at iteration {record.iteration} of {record.iterations}."

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from engine.api import Engine
-from engine.errors import LaunchError, plural
+from engine.errors import LaunchError, plural, reason_text
 from engine.models import OVERRIDDEN, CheckResult, CheckStatus, RunRecord, RunState
 from engine.snapshots import RunSnapshot, SeriesMark, ServedRequests
 from tui.commands.terminal import Lines
-from tui.formatting import duration, loss, rate, reason_text, recovery_summary, span, train_loss
+from tui.formatting import duration, loss, rate, recovery_summary, span, train_loss
 from tui.task_results import result_lines, served_text
 
 POLL_S = 0.1

@@ -23,7 +23,7 @@ from engine.api import (
     RunWatch,
     safe_repr,
 )
-from engine.errors import InputError, plural
+from engine.errors import InputError, plural, reason_text
 from engine.models import Reason, RunRecord, RunState
 from engine.snapshots import RunSnapshot
 from tui.commands.follow import SupervisorRestart, ending, lasted
@@ -39,7 +39,6 @@ from tui.formatting import (
     memory,
     quiet_text,
     rate,
-    reason_text,
     result_text,
     resume_text,
     sample_texts,

@@ -16,8 +16,8 @@ from textual.message import Message
 from textual.widget import Widget
 
 from engine import api
-from engine.errors import InputError, plural
-from tui.formatting import checkpoint_text, duration, loss, rate, reason_text
+from engine.errors import InputError, plural, reason_text
+from tui.formatting import checkpoint_text, duration, loss, rate
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
 from tui.widgets import run_summary

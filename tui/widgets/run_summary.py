@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from textual.content import Content
 
 from engine import api
-from engine.errors import plural
+from engine.errors import plural, reason_text
 from tui.fixes import pasted
 from tui.formatting import (
     age,
@@ -22,7 +22,6 @@ from tui.formatting import (
     memory,
     quiet_text,
     rate,
-    reason_text,
     recovery_summary,
     result_text,
     sample_texts,

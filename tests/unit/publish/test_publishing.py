@@ -226,7 +226,7 @@ def test_the_card_tells_how_the_run_went_and_nothing_of_its_machines(
     checksums = {"train.jsonl": "crc32 0123abcd", "the base model": "fedcba9876543210"}
     assert front["flightdeck"] == {"run": run, "checksums": checksums}
     assert "base_model" not in front, "only its folder's name is known, and that is none of the Hub's"
-    assert "**The run did not succeed: it ended as aborted** (user_abort) at iteration 25 of 60." in text
+    assert "**The run did not succeed: it ended as aborted** (on request) at iteration 25 of 60." in text
     assert "| base model |  | 5.0000 | 148.413 |" in text
     assert "| last validation | 20 | 2.0000 | 7.389 |" in text
     assert "| trained tokens | 4000 |" in text
