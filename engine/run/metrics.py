@@ -158,7 +158,8 @@ class MetricsSeries:
         marked = tuple(checkpoints)
         if self._built is None or marked != self._marked:
             self._marked = marked
-            marks = [SeriesMark(iteration, "checkpoint") for iteration in marked] + self._restarts
+            # What a task has saved is of no iteration.
+            marks = [SeriesMark(iteration, "checkpoint") for iteration in marked if iteration] + self._restarts
             self._built = Series(
                 tuple(self.train.points),
                 tuple(self.val.points),

@@ -364,7 +364,7 @@ def test_each_rank_has_the_phase_that_it_reported_last(run: MadeRun) -> None:
 
 def test_checkpoints_and_restarts_are_marks(run: MadeRun) -> None:
     run.attempt().metrics([report(10, 4.0), report(20, 3.0)])
-    run.events(0, {"event": "checkpoint", "phase": "committed", "iteration": 20})
+    run.events(0, *({"event": "checkpoint", "phase": "committed", "iteration": iteration} for iteration in (0, 20)))
     run.metrics([report(25, 2.9, attempt=2)])
     assert watched(run).poll().series.marks == (SeriesMark(20, "checkpoint"), SeriesMark(25, "restart"))
 
