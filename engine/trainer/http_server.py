@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import hmac
 import http.client
+import io
 import json
 import os
 import socket
@@ -264,10 +265,8 @@ class Service(ResponseGenerator):  # type: ignore[misc]
                     self._reporter.event("served", **counts)
 
 
-def _without_nulls(body: Any) -> Any:
+def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:
     """A parameter that is null has its default value, as with OpenAI; what is asked has none."""
-    if not isinstance(body, dict):
-        return body
     return {key: value for key, value in body.items() if value is not None or key in ("prompt", "messages")}
 
 
@@ -333,9 +332,25 @@ class Handler(APIHandler):  # type: ignore[misc]
     def do_POST(self) -> None:  # noqa: N802
         if self._authorized():
             try:
+                self.rfile = io.BytesIO(self._read_body())
                 super().do_POST()
             except RequestRefused as refused:
                 self._refuse(400 if self.response_generator.generation_available() else 503, str(refused))
+
+    def _read_body(self) -> bytes:
+        """That of a request that mlx-lm takes: it answers others as OpenAI's clients do not understand. Raises
+        RequestRefused."""
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            raise RequestRefused("Content-Length must be the number of bytes that follow")
+        body = self.rfile.read(int(length))
+        try:
+            document = json.loads(body.decode())
+        except (ValueError, RecursionError) as error:
+            raise RequestRefused(f"the request is not JSON: {error}") from error
+        if not isinstance(document, dict):
+            raise RequestRefused("the request must be an object of JSON")
+        return body
 
     def do_GET(self) -> None:  # noqa: N802
         if self.path == "/health" or self._authorized():

@@ -237,6 +237,15 @@ def test_what_one_client_sends_ends_no_answer_of_another(trained: Trained, tmp_p
         assert next(other).choices[0].text and client.completions.create(**asked).choices[0].text
 
 
+@pytest.mark.parametrize("body", [b"{", b"", b"[1]", b"5", b'"a"', b"\xff", "{}".encode("utf-16"), b"[" * 100_000])
+def test_what_is_no_object_of_json_is_refused_as_openai_does(body: bytes, trained: Trained, tmp_path: Path) -> None:
+    with served(tmp_path, trained) as server:
+        for path in ("completions", "chat/completions"):
+            reply = httpx.post(f"{server.address}/{path}", content=body, timeout=60, trust_env=False)
+            assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+            assert "JSON" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("ranks", "more"), [(1, {}), (1, {"seed": 1}), pytest.param(2, {}, marks=pytest.mark.slow)])
 def test_an_answer_is_continued_although_all_of_its_tokens_are_cached(
     ranks: int, more: dict[str, Any], trained: Trained, tmp_path: Path
