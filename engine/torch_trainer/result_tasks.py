@@ -49,6 +49,7 @@ from engine.training.result_tasks import (
     TaskStopped,
     evaluated_split,
     messages_of,
+    remove_leftovers,
 )
 
 _ADAPTER = "adapter_model.safetensors"
@@ -310,6 +311,7 @@ def do_lm_eval(loader: WeightLoader, task: Task) -> None:
 
 def run(process: TrainingProcess) -> None:
     """One rank's part of the task. Raises JobError, GroupError, OSError."""
+    remove_leftovers(process.home)
     loader = WeightLoader.of(process)
     with assembled(process, loader.job, loader.dtype, Task(**process.spec.task or {})) as task:
         if task.kind in ("generate", "lm_eval"):

@@ -57,7 +57,9 @@ def do_task(process: TrainingProcess, task: Task) -> None:
             from engine.trainer.http_server import serve as do
     # Only now: it imports mlx-lm.
     from engine.trainer.saved_weights import assembled
+    from engine.training.result_tasks import remove_leftovers
 
+    remove_leftovers(process.home)
     collect_garbage()
     with assembled(process, collective) as with_weights:
         do(with_weights, collective)

@@ -4,7 +4,10 @@ options of an answer."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +33,8 @@ _NO_GAIN = 1e-6
 """Relative to the loss: what float32 does not show."""
 VARIANTS = ("base", "adapter")
 """In the order in which they answer: what is fused cannot be taken out again."""
+_UNFINISHED = ("assembled*", ".*.fusing")
+"""Folders of weights in the run's own folder that a task removes at its end, unless it is killed."""
 Conversation = list[dict[str, str]]
 """Messages with `role` and `content`."""
 
@@ -98,6 +103,19 @@ class LmEvalOptions:
 
 class TaskStopped(Exception):
     """The task was asked to stop in the middle of what it does."""
+
+
+def remove_leftovers(home: Path) -> None:
+    """Remove the unfinished weights of tasks on this node that were killed. Those of `home`, this task's run, are its
+    own from now on: it holds the lock there until its process ends. Nothing on a disk that knows no locks."""
+    lock = "task.lock"
+    with contextlib.suppress(OSError):
+        fcntl.flock(os.open(home / lock, os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_SH)
+    for left in [folder for name in _UNFINISHED for folder in home.parent.glob(f"*/{name}") if folder.parent != home]:
+        # Held by a task that goes on; or not there, with an earlier release.
+        with contextlib.suppress(OSError), (left.parent / lock).open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def messages_of(prompt: str | Conversation) -> Conversation:
