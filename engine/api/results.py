@@ -97,10 +97,16 @@ class ResultsApi:
 
         return stream(work, name="fetch")
 
-    def to_publish(self, run: str, target: str, *, fused: bool = False) -> tuple[str, Path | None]:
+    def to_publish(
+        self, run: str, target: str, *, fused: bool = False, repository: str | None = None
+    ) -> tuple[str, Path | None]:
         """Name what `fetch` is to bring for a target: "fused" where asked for, or where it is there and the target is
         not the Hub or nothing else is; with its folder where it lies on this machine. Raises RunNotFound, StateError;
-        InputError where there is nothing, or the target cannot take it."""
+        InputError where there is nothing, or the target, or the `repository` of the Hub, cannot take it."""
+        if repository is not None:
+            from engine.publish.hub import check_repository
+
+            check_repository(repository)
         directory = self._runs.find_trained(run)
         models, result = self._runs.fused(directory.id), self.result(directory.id)
         trained = any(map(result.newest, _WANTED["trained"][0]))

@@ -36,14 +36,19 @@ def _log_filter(record: logging.LogRecord) -> bool:
     return True
 
 
+def check_repository(name: str) -> None:
+    """Raises InputError for what is no repository's name, and where nobody is logged in."""
+    if _NAME.fullmatch(name) is None:
+        raise InputError(f"{ascii(name)[:100]} is no repository's name", todo="give OWNER/NAME")
+    if get_token() is None:
+        raise InputError("nobody is logged in to the Hub", why="HF_TOKEN is not set", todo=_LOGIN)
+
+
 def upload(run: TrainedRun, folder: ModelFolder) -> str:
     """Create the repository where it is not there, and upload the folder with a model card; the commit's address.
     Blocking. Raises InputError where it cannot go there, FlightDeckError where it broke off, OSError."""
     private, repository = run.request.private, run.request.place or ""
-    if _NAME.fullmatch(repository) is None:
-        raise InputError(f"{ascii(repository)[:100]} is no repository's name", todo="give OWNER/NAME")
-    if get_token() is None:
-        raise InputError("nobody is logged in to the Hub", why="HF_TOKEN is not set", todo=_LOGIN)
+    check_repository(repository)
     if not run.request.progress_bars:
         disable_progress_bars()
     for handler in logging.getLogger("huggingface_hub").handlers:

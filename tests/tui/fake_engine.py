@@ -928,7 +928,9 @@ class FakeEngine:
         self.published.append((request.run, request.target, request.folder))
         return Publication(folder=request.folder, commands=("ollama create demo",))
 
-    def to_publish(self, run: str, target: str, *, fused: bool = False) -> tuple[str, Path | None]:
+    def to_publish(
+        self, run: str, target: str, *, fused: bool = False, repository: str | None = None
+    ) -> tuple[str, Path | None]:
         return "trained", None
 
     async def fetch(self, run: str, *, wanted: str = "trained") -> AsyncIterator[FetchProgress | Fetched]:

@@ -48,7 +48,7 @@ def publish(options: argparse.Namespace, engine: Engine) -> int:
         raise InputError("--private", why="only a repository on the Hub is private", todo="use it with --hub")
     run, folder = engine.runs.find_trained(options.run).id, options.source
     if folder is None:
-        wanted, folder = engine.results.to_publish(run, target, fused=options.fused)
+        wanted, folder = engine.results.to_publish(run, target, fused=options.fused, repository=options.hub)
         folder = folder or asyncio.run(_fetched(engine, run, wanted=wanted)).folder
     publication = engine.results.publish(
         PublicationRequest(

@@ -153,10 +153,11 @@ def test_the_hubs_refusal_is_one_line_without_the_token(server: Hub, home: Path,
 def test_nobody_who_is_not_logged_in_asks_the_hub(
     server: Hub, home: Path, run: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before anything is fetched for it, too."""
     monkeypatch.delenv("HF_TOKEN")
-    done = publish(home, run, adapter)
-    assert (done.code, server.requests) == (2, []), done
-    assert done.err.startswith("flightdeck: nobody is logged in to the Hub: HF_TOKEN is not set (log in")
+    for done in (publish(home, run, adapter), flightdeck(home, "publish", run, "--hub", REPOSITORY)):
+        assert (done.code, server.requests) == (2, []), done
+        assert done.err.startswith("flightdeck: nobody is logged in to the Hub: HF_TOKEN is not set (log in")
 
 
 @pytest.mark.parametrize("name", ["support", "ana/", "../x", "ana/a b", "ana/x/y", "ana/a--b"])
