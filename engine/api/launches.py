@@ -18,6 +18,7 @@ from engine.api.session import Session
 from engine.checks.context import CheckContext
 from engine.checks.obstacles import data_options
 from engine.checks.plan_inputs import capacity_inputs, read_model
+from engine.checks.ports import check_address
 from engine.checks.runner import make_training_plan, validate_skip
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.host_locks import shared_hosts
@@ -73,6 +74,11 @@ class LaunchesApi:
         """config.json of the job's model, from the first node that has it; None where none told it."""
         async with CheckContext(config, self._session.fleet) as context:
             return (await read_model(context, config.nodes))[0]
+
+    async def check_address(self, config: Config, host: str, port: int) -> None:
+        """Raises InputError where a server on the first node cannot listen there, as far as that can be asked."""
+        async with CheckContext(config, self._session.fleet) as context:
+            await check_address(context, host, port)
 
     async def capacities(
         self, config: Config | None, model: str | None, mac_bytes: int | None, *, longest: bool, largest_batch: bool

@@ -17,7 +17,7 @@ from engine.config.models import CheckpointConfig, Config, ConsistencyConfig, se
 from engine.errors import InputError
 from engine.job.traits import FrameworkTraits
 from engine.models import RunRecord
-from engine.protocol.task import ANSWER_TOKENS, API_TOKEN_ENV, BASE, Task, TaskKind, is_loopback
+from engine.protocol.task import ANSWER_TOKENS, API_TOKEN_ENV, BASE, SERVE_PORT, Task, TaskKind, is_loopback
 from engine.run.journal import read_history
 from engine.run.result import StateParts
 from engine.run.run_plan import RunPlan, read_plan
@@ -55,6 +55,9 @@ class TasksApi:
             if model is not None and "quantization" not in json.dumps(model):
                 bits, why = f"--bits {request.options['bits']}", f"its base {config.job.model} is not quantized"
                 raise InputError(bits, why=why, todo="leave it out, or train on a quantized base")
+        if request.kind == "serve":
+            host, port = request.options["host"], request.options.get("port", SERVE_PORT)
+            await self._launches.check_address(config, host, port)
         return await self._launches.launch(config)
 
     async def weights(self, run: str) -> TrainedFile:
@@ -71,9 +74,12 @@ class TasksApi:
         name = f"{BASE}-trained" if record.name == BASE else record.name
         options = {**request.options, **({"name": name} if request.kind == "serve" else {})}
         parts, nodes = weights.parts, weights.nodes
-        if request.kind == "lm_eval" and len(nodes) > 1:
-            why, todo = f"the newest checkpoint is in parts on {', '.join(nodes)}", f"`flightdeck resume {record.id}`"
-            raise InputError("lm-eval's tasks are done on one node", why=why, todo=f"{todo} goes on, and saves weights")
+        # Ranks of PyTorch wait until rank 0 has done them; mlx-lm would divide the questions over those of MLX.
+        if request.kind == "lm_eval" and len(nodes) > 1 and plan.config.job.kind.framework.unserved is None:
+            why = f"the newest checkpoint is in parts on {', '.join(nodes)}"
+            todo = f"`flightdeck resume {record.id}` goes on, and saves weights; `flightdeck fuse {record.id}` makes a "
+            todo += "model for `mlx_lm.evaluate`"
+            raise InputError("lm-eval's tasks are done on one node", why=why, todo=todo)
         model = self._runs.fused(record.id) if request.kind == "evaluate" else ()
         fused = next((str(PurePath(file.path).parent) for file in model if file.node == weights.node), None)
         task = Task(request.kind, record.id, None if parts else weights.path, fused, options, [*map(list, parts)])

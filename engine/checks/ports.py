@@ -4,6 +4,7 @@ A process of an earlier run that still listens on a ring port makes mlx.launch h
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from engine.checks import connectivity
@@ -11,9 +12,9 @@ from engine.checks.check import Check, Findings, verdict
 from engine.checks.context import CheckContext, once
 from engine.checks.fixes import ENDS, Fix
 from engine.cluster.agent_client import each_of
-from engine.cluster.probe_results import PortHolder, PortHolders
+from engine.cluster.probe_results import AddressProblems, PortHolder, PortHolders
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, InputError, LaunchError, NodeUnreachable
 from engine.launch.hostfile import fresh_ports, port_count, ports_of
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
@@ -69,6 +70,21 @@ async def held_ports(context: CheckContext) -> HeldPorts:
         return {endpoint: who for endpoint, who in each_of(holders.ports, wanted, node) if who is not None}
 
     return await context.on_all_nodes(probe)
+
+
+async def check_address(context: CheckContext, host: str, port: int) -> None:
+    """Raises InputError where a server of rank 0 cannot listen there. A node that cannot be asked is preflight's."""
+    node, endpoint = context.config.nodes[0], f"{host}:{port}"
+    with contextlib.suppress(LaunchError, NodeUnreachable):
+        named = await context.probe(node, "addresses", host, result_type=AddressProblems, timeout_s=_LIMIT_S)
+        if (why := next(iter(named.problems), None)) is not None:
+            todo = f"name an address of {node.name}, or 0.0.0.0 for all that it has"
+            raise InputError(f"{node.name} cannot listen on {host}", why=why, todo=todo)
+        held = await context.probe(node, "ports", endpoint, result_type=PortHolders, timeout_s=_LIMIT_S)
+        # One that nobody is seen to hold may be forbidden: the server says why.
+        if port and (who := next(iter(held.ports), None)) is not None and who.pid is not None:
+            why, todo = describe_held(node, {endpoint: who}), "--port names another one, 0 a free one"
+            raise InputError(f"{node.name} cannot listen on port {port}", why=why, todo=todo)
 
 
 def held_fix(held: Mapping[str, PortHolder]) -> Fix | None:

@@ -13,8 +13,13 @@ from pathlib import Path
 import pytest
 
 from engine.checks import ports as check
+from engine.checks.context import CheckContext
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import Config
+from engine.errors import InputError
 from engine.models import CheckStatus
 from engine.protocol.attempt import NONCE_ENV
+from engine.security.paths import state_home
 from tests.checks.conftest import make_config, run_check
 from tests.machine import WATCHED
 
@@ -55,6 +60,37 @@ async def test_another_program_at_a_port_is_not_ended_by_a_fix(model: Path, data
     assert (result.status, result.fix_command) == (CheckStatus.FAIL, None)
     assert f"held by pid {os.getpid()}" in result.summary
     assert "leave starting_port out" in result.summary
+
+
+async def check_address(config: Config, host: str, port: int) -> None:
+    async with Fleet(state_home()) as fleet, CheckContext(config, fleet) as context:
+        await check.check_address(context, host, port)
+
+
+@pytest.mark.parametrize(
+    ("host", "family"), [("127.0.0.1", socket.AF_INET), ("localhost", socket.AF_INET), ("::1", socket.AF_INET6)]
+)
+async def test_a_server_may_listen_where_nobody_does(
+    host: str, family: socket.AddressFamily, model: Path, data: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, data, tmp_path)
+    with socket.socket(family) as free:
+        free.bind((host, 0))
+        port = free.getsockname()[1]
+    await check_address(config, host, port)
+    await check_address(config, host, 0)
+    for refused in ("no.such.host.invalid", "192.0.2.1"):
+        with pytest.raises(InputError, match=f"node0 cannot listen on {refused}: .* is not an address of this machine"):
+            await check_address(config, refused, port)
+
+
+async def test_who_holds_the_port_of_a_server_is_said(model: Path, data: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as theirs:
+        port = theirs.getsockname()[1]
+        with pytest.raises(
+            InputError, match=rf"node0 cannot listen on port {port}: .*held by pid {os.getpid()}.*--port"
+        ):
+            await check_address(make_config(model, data, tmp_path), "127.0.0.1", port)
 
 
 async def test_fresh_ports_per_attempt_need_no_fixed_one(model: Path, data: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from engine.api import ChatAnswer, Engine, ExitCode, sanitise, sanitise_text, serve_request
 from engine.errors import FlightDeckError
 from tui.commands.follow import Follower, print_end
-from tui.commands.launch import begin, stop_run
+from tui.commands.launch import begin, start_task, stop_run
 from tui.commands.tasks import until_served
 from tui.commands.terminal import Lines, is_person, print_json
 
@@ -23,7 +23,7 @@ def chat(options: argparse.Namespace, engine: Engine) -> int:
     if options.server is not None:
         return _converse(options, engine, engine.runs.find(options.server).id)
     request = serve_request("127.0.0.1", 0, options.max_tokens, divided=options.divided)
-    record, interrupts = begin(lambda: asyncio.run(engine.tasks.start(options.run, request)), progress)
+    record, interrupts = begin(lambda: asyncio.run(start_task(engine, options.run, request)), progress)
     try:
         interrupts.deliver()
         snapshot = Follower(engine, record.id, progress, quiet=True).follow(until_served)

@@ -103,13 +103,19 @@ def _evaluate(engine: Engine, trained: RunSnapshot, lines: Lines) -> bool:
     request = TaskRequest("evaluate", divided=True)
 
     def start() -> RunRecord:
-        return asyncio.run(engine.tasks.start(trained.record.id, request))
+        return asyncio.run(start_task(engine, trained.record.id, request))
 
     evaluation, interrupted = follow_own(engine, start, lines, quiet=True)
     if evaluation.record.state is not RunState.SUCCEEDED:
         print_end(lines, evaluation)
     print_learned(lines, trained, evaluation)
     return interrupted
+
+
+async def start_task(engine: Engine, run: str, request: TaskRequest) -> RunRecord:
+    """Raises as TasksApi.start."""
+    async with engine:
+        return await engine.tasks.start(run, request)
 
 
 def begin(start: Callable[[], RunRecord], lines: Lines) -> tuple[RunRecord, DeferredInterrupt]:

@@ -14,7 +14,7 @@ from engine.models import RunRecord, RunState
 from engine.snapshots import RunSnapshot
 from engine.task_result import Fused
 from tui.commands.follow import Follower, print_end, until_ended
-from tui.commands.launch import begin, follow_own
+from tui.commands.launch import begin, follow_own, start_task
 from tui.commands.terminal import Lines, print_json
 from tui.task_results import result_lines
 
@@ -53,7 +53,7 @@ def serve(options: argparse.Namespace, engine: Engine) -> int:
     progress = Lines(sys.stderr)
     request = serve_request(options.host, options.port, options.max_tokens, divided=options.divided)
     request = replace(request, saved=options.saved)
-    record, interrupts = begin(lambda: asyncio.run(engine.tasks.start(options.run, request)), progress)
+    record, interrupts = begin(lambda: asyncio.run(start_task(engine, options.run, request)), progress)
     follower = Follower(engine, record.id, progress, quiet=True)
     try:
         interrupts.deliver()
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace, engine: Engine, request: TaskRequest) -> i
     progress = Lines(sys.stderr)
 
     def start() -> RunRecord:
-        return asyncio.run(engine.tasks.start(options.run, request))
+        return asyncio.run(start_task(engine, options.run, request))
 
     snapshot, interrupted = follow_own(engine, start, progress, quiet=True)
     refused = any(isinstance(result, Fused) and not result.accepted for result in snapshot.task_results)

@@ -37,10 +37,14 @@ def find_port_holder(ip: str, port: int) -> dict[str, Any] | None:
     return {"holder": f"pid {pid} ({(command_of(pid) or '?')[:120]})", "pid": pid, "orphan": orphan}
 
 
+def _tcp_socket(ip: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
+
+
 def bindable(ip: str, port: int) -> bool:
     """As MLX's ring listens on an address: with SO_REUSEADDR. `ip` "" is every address, and then without: on BSD
     (XNU, in_pcbbind) it would hide a socket that is bound to one of them."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with _tcp_socket(ip) as probe:
         if ip:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -78,8 +82,8 @@ _LOCAL_NETWORK = 65
 
 
 def own(ip: str) -> str | None:
-    """Why a rank could not listen on `ip`; None when it could."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    """Why a rank could not listen on `ip`, or a server on that name; None when it could."""
+    with _tcp_socket(ip) as probe:
         try:
             probe.bind((ip, 0))
         except OSError as error:

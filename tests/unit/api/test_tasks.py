@@ -8,17 +8,17 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from engine.api.engine import Engine
-from engine.api.tasks import TaskRequest, TasksApi
+from engine.api.tasks import TaskRequest, TasksApi, serve_request
 from engine.config.models import Config
 from engine.errors import InputError
 from engine.models import RunRecord
 from engine.protocol.attempt import AttemptSpec
-from engine.protocol.job import Strategy
+from engine.protocol.job import Framework, Strategy
 from engine.protocol.task import Task, TaskKind
 from engine.run.attempt import attempt_spec
 from engine.run.events import AttemptPlanned, ResultReported, SavedFiles, StateSaved, WeightsSaved
@@ -52,10 +52,14 @@ class Launched:
 
     def __init__(self, model: dict[str, Any] | None) -> None:
         self.configs: list[Config] = []
+        self.addresses: list[tuple[str, int]] = []
         self._model = model
 
     async def model(self, _: Config) -> dict[str, Any] | None:
         return self._model
+
+    async def check_address(self, _: Config, host: str, port: int) -> None:
+        self.addresses.append((host, port))
 
     async def launch(self, config: Config) -> RunRecord | None:
         self.configs.append(config)
@@ -126,6 +130,14 @@ async def test_pytorch_has_the_whole_model_on_every_rank_and_serves_none(tmp_pat
         await start(tmp_path, run.id, "generate", divided=True)
     trained = RunWatch(run.directory).poll().trained
     assert trained is not None and trained.unserved == "serving needs an MLX run: `flightdeck generate` answers"
+
+
+async def test_where_a_server_is_to_listen_is_asked_before_it_is_launched(tmp_path: Path) -> None:
+    run, launched = trained(tmp_path), Launched(None)
+    tasks = TasksApi(Engine(tmp_path).runs, cast(Any, launched))
+    await tasks.start(run.id, serve_request("a.local", 8081))
+    await tasks.start(run.id, TaskRequest("evaluate"))
+    assert launched.addresses == [("a.local", 8081)]
 
 
 async def test_every_rank_gets_the_task_and_no_state_to_resume(tmp_path: Path) -> None:
@@ -267,8 +279,17 @@ async def test_the_newest_fused_model_is_measured_beside_base_and_adapter(tmp_pa
     assert [file.node for file in engine.runs.fused(run.id)] == ["node1"]
 
 
-def saved_in_parts(home: Path, *, shared: bool = False) -> MadeRun:
-    config = make_run_config(strategy="sharded")
+async def test_ranks_of_pytorch_wait_while_the_first_one_does_the_tasks_of_lm_eval(tmp_path: Path) -> None:
+    config = await start(tmp_path, saved_in_parts(tmp_path, strategy="fsdp", framework="torch").id, "lm_eval")
+    assert [node.name for node in config.nodes] == ["node0", "node1"]
+    assert config.job.task is not None and len(config.job.task.parts) == 2
+
+
+def saved_in_parts(
+    home: Path, *, shared: bool = False, strategy: Strategy = "sharded", framework: Framework = "mlx"
+) -> MadeRun:
+    config = make_run_config(strategy=strategy)
+    config = config.model_copy(update={"job": config.job.model_copy(update={"framework": framework})})
     nodes = [node.model_copy(update={"ssh": "local" if shared else f"{node.name}.local"}) for node in config.nodes]
     run = MadeRun(home, config=config.model_copy(update={"nodes": tuple(nodes)})).attempt()
     for part in range(2):
@@ -300,7 +321,8 @@ async def test_a_state_in_parts_is_used_on_the_hosts_that_have_them(tmp_path: Pa
         ["node0", "/c/part0/step-80", MANIFEST],
         [second, "/c/part1/step-80", MANIFEST],
     ]
-    with nullcontext() if shared else pytest.raises(InputError, match=r"one node: .*in parts on node0, node1"):
+    refused = pytest.raises(InputError, match=r"one node: .*in parts on node0, node1 .*flightdeck fuse")
+    with nullcontext() if shared else refused:
         await start(tmp_path, run.id, "lm_eval")
     trained = RunWatch(run.directory).poll().trained
     assert trained is not None and (trained.size, trained.nodes) == (10, ("node0", "node1"))
