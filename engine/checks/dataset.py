@@ -40,7 +40,7 @@ from engine.cluster.probe_results import (
 )
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError, InputError, LaunchError
+from engine.errors import FlightDeckError, InputError, LaunchError, plural
 from engine.models import CheckResult, FrozenModel, Late
 from engine.node.probes.template import TEXT_MASKED
 from engine.node.source_files import WAYS
@@ -85,7 +85,7 @@ class DataFile:
 
     def describe(self) -> str:
         """With the first bad lines, and the command that opens the file at the first of them."""
-        seen = f"{self.seen.examples:,} examples, {self.seen.form}, sha256 {self.seen.sha256[:12]}"
+        seen = f"{plural(self.seen.examples, 'example')}, {self.seen.form}, sha256 {self.seen.sha256[:12]}"
         if not self.seen.faults:
             return self.fault or self.seen.problem or f"{self.path.name} {seen}"
         lines = [f"line {number} {why}" for number, why in self.seen.faults[:_SHOWN_FAULTS]]

@@ -153,7 +153,7 @@ def _saves(section: CheckpointSection) -> str:
 
 
 def _data(plan: TrainingPlan) -> str:
-    size = f"{plan.data.examples:,} examples, " if plan.data.examples is not None else "not known: "
+    size = f"{plural(plan.data.examples, 'example')}, " if plan.data.examples is not None else "not known: "
     chunks = plan.coordinator_chunking
     tail = f"; {chunks.num_chunks} chunks of {chunks.chunk_size:,}" if isinstance(chunks, ChunkingSection) else ""
     return f"{size}{plan.data.source}{tail}"

@@ -151,6 +151,13 @@ def test_whatever_is_null_has_its_reason_and_the_document_can_be_read_again(draw
     assert {section for section, _ in explained(plan)} >= {"strategy", "batch_configuration"}
 
 
+@pytest.mark.parametrize(("examples", "text"), [(1, "1 example, "), (1_000, "1,000 examples, "), (None, "not known: ")])
+def test_a_summary_counts_the_examples(examples: int | None, text: str) -> None:
+    plan = make_plan(inputs(ultra_and_max()))
+    counted = plan.model_copy(update={"data": plan.data.model_copy(update={"examples": examples})})
+    assert dict(summary(counted))["data"].startswith(text)
+
+
 def test_the_document_has_the_keys_that_others_read() -> None:
     document = make_plan(inputs(ultra_and_max())).document()
     assert document["version"] == "2.0.0"
