@@ -33,7 +33,7 @@ _NO_GAIN = 1e-6
 """Relative to the loss: what float32 does not show."""
 VARIANTS = ("base", "adapter")
 """In the order in which they answer: what is fused cannot be taken out again."""
-_UNFINISHED = ("assembled*", ".*.fusing")
+_UNFINISHED = ("assembled*", ".*.fusing*")
 """Folders of weights in the run's own folder that a task removes at its end, unless it is killed."""
 Conversation = list[dict[str, str]]
 """Messages with `role` and `content`."""
@@ -285,6 +285,9 @@ class FusionTask(ABC):
         leads, measure = self.variants.process.rank == 0, self.variants.measure
         if leads and self.target.exists():
             raise JobError(f"{self.target} exists already: remove it, or name another path")
+        if leads:
+            # Before anything is measured.
+            self._make_room(0)
         source = self.source
         if (base := measure("base", None)) is None or (adapter := measure("adapter", source)) is None:
             return None
@@ -314,9 +317,13 @@ class FusionTask(ABC):
         reporter.print(f"{'fused' if result.accepted else 'not fused'}{f': {result.why}' if result.why else ''}")
 
     def _make_room(self, needed: int) -> None:
-        """For a model of so many bytes in `scratch`. Raises JobError, OSError."""
+        """For a model of so many bytes in `scratch`, which is made anew. Raises JobError, OSError."""
         folder = self.target.parent
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
+        for left in (self.scratch, *folder.glob(f".{self.scratch.name}.*")):
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            self.scratch.mkdir(parents=True)
+        except OSError as error:
+            raise JobError(f"{self.target} cannot be made: {error.strerror}") from error
         if (free := shutil.disk_usage(folder).free) < needed:
             raise JobError(f"{folder} has {free:,} bytes free, and the fused model needs {needed:,}")

@@ -26,6 +26,7 @@ from tests.training.task_runs import (
     losses,
     make_model,
     quantize,
+    read_events,
     run_here,
     run_on_ring,
     stock_loss,
@@ -115,10 +116,16 @@ def test_a_small_update_of_a_quantized_base_is_refused_with_choices_that_keep_it
 def test_a_fused_model_takes_the_place_of_no_other_and_a_stopped_one_leaves_none(tiny: Tiny, tmp_path: Path) -> None:
     job = tiny.job(fine_tune_type="lora", iters=1)
     weights = train(job, tmp_path / "weights.safetensors")
-    # As a killed one leaves it.
+    # As killed ones leave them.
     (tmp_path / ".fused.fusing").mkdir()
+    (tmp_path / "..fused.fusing.a1b2" / ".fused.fusing").mkdir(parents=True)
     events = fused(tmp_path, job, weights, stop=True)
     assert events[-1]["stopped"] and left_in(tmp_path) == {"weights.safetensors"}
+    (tmp_path / "file").touch()
+    with pytest.raises(JobError, match="/file/below/it cannot be made: Not a directory"):
+        fused(tmp_path, job, weights, path=str(tmp_path / "file" / "below" / "it"))
+    assert not losses(read_events(tmp_path / "run" / "rank0.events.jsonl")), "nothing was measured"
+    (tmp_path / "file").unlink()
     (tmp_path / "fused").mkdir()
     with pytest.raises(JobError, match="exists already: remove it, or name another path"):
         fused(tmp_path, job, weights)

@@ -34,14 +34,14 @@ def begun(home: Path, folder: str) -> subprocess.Popen[str]:
 
 def test_what_a_killed_task_has_left_is_removed_and_what_another_uses_is_not(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    tasks = [begun(runs / "served", "assembled-0"), begun(runs / "fused", ".fused.fusing")]
+    tasks = [begun(runs / "served", "assembled-0"), begun(runs / "fused", "..fused.fusing.a1b2")]
     other = begun(runs / "other", "assembled")
     (runs / "fused" / "fused").mkdir()
     (runs / "next").mkdir()
     try:
         remove_leftovers(runs / "next")
         assert sorted(path.name for path in runs.glob("*/*") if path.is_dir()) == [
-            ".fused.fusing", "assembled", "assembled-0", "fused",
+            "..fused.fusing.a1b2", "assembled", "assembled-0", "fused",
         ]  # fmt: skip
         for task in tasks:
             task.kill()
