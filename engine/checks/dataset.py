@@ -141,8 +141,9 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
         advice = "" if splits_off else f"; [data] valid = {VALID_SHARE} splits it off"
         _check_node(files, settings, findings.on(node), fix, advice)
         shapes = [conversions[node.name].describe()] if node.name in conversions else []
-        described = "; ".join([*(file.describe() for file in files), *shapes])
-        findings.evidence[node.name] = f"{folders[node.name]}: {described}"
+        folder, texts = folders[node.name], [*(file.describe() for file in files), *shapes]
+        described = "; ".join(dict.fromkeys(texts))
+        findings.evidence[node.name] = described if folder in described else f"{folder}: {described}"
     faulty = {node.name for node in findings.faulty}
     complete = {name: files for name, files in read_files.items() if name not in faulty}
     if not complete:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import InputError
-from engine.protocol.manifest import DATA_PREFIX, PUSHED, path_is_below, split_slices
+from engine.protocol.manifest import DATA_PREFIX, PUSHED, hub_name, path_is_below, split_slices
 from engine.protocol.metric_patterns import LONGEST_LINE, LONGEST_NUMBER, LOSSES, metric_name
 from engine.protocol.partition import parse_split
 from engine.security.identifiers import LOCAL, SSH_TARGET_FORM, SshTarget
@@ -41,9 +41,11 @@ def path_form(text: object) -> str | None:
 def data_form(text: object) -> str | None:
     """Like `path_form`, for `data` of [job], which may be a data set of the Hub. What was pushed has its folder's name,
     and that of another project may be the same."""
+    if not str(text).startswith(DATA_PREFIX):
+        return path_form(text)
     if str(text).startswith(DATA_PREFIX + PUSHED) and "@" not in str(text):
         return "the data itself with [data] push = true, or what was pushed with its revision, @…"
-    return path_form(text)
+    return None if hub_name(str(text)) else "hf:org/set or hf:org/set@REVISION; [data] subset names one of its subsets"
 
 
 def remote_path_form(text: object) -> str | None:

@@ -279,6 +279,7 @@ def _hub_dataset(given: dict[str, Any], locations: dict[str, FileTable]) -> dict
     text = f"{DATA_PREFIX}{hub.path}" + (f"@{hub.config.revision}" if hub.config.revision else "")
     if hub_name(text) is None:
         table.refuse("path", "a data set of the Hub, org/set, and a revision by name; a folder is named in data")
+        return {}
     features = {key: value for key in FEATURES if (value := getattr(hub, key)) is not None}
     for key, value in {"data": text, **features}.items():
         given[key], locations[key] = value, source

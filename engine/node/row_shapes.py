@@ -108,11 +108,16 @@ def convert(row: Row, shape: str, columns: Mapping[str, str]) -> tuple[str, Row,
             unread = {key for key, value in row.items() if value not in _EMPTY} - parts.read
             return _name_of(name, parts), converted, unread | parts.unread
     strings = [key for key, value in row.items() if isinstance(value, str)]
+    dialogues = [
+        key for key, value in row.items() if isinstance(value, list) and any(type(one) is dict for one in value)
+    ]
+    if not strings and not dialogues:
+        raise ValueError(f"has no key whose value is a text: {json.dumps(row, default=str)[:60]}")
     prompt, completion, *_ = *strings, "KEY", "KEY"
-    example = f'[data] columns = {{ prompt = "{prompt}", completion = "{completion}" }}'
+    example = f'messages = "{dialogues[0]}"' if dialogues else f'prompt = "{prompt}", completion = "{completion}"'
     raise ValueError(
         f"has {'a shape that is not known' if shape == 'auto' else f'no {shape}'}: {listed_keys(row)}; "
-        f"say what they are, for example {example}"
+        f"say what they are, for example [data] columns = {{ {example} }}"
     )
 
 

@@ -169,8 +169,8 @@ class _Conversion:
         shares = {"valid": 0.0 if data.get("splits") else VALID_SHARE, "test": 0.0, **data}
         self._shares = {name: shares[name] for name in ("valid", "test") if shares[name] and name not in parts}
         self._out = {name: (folder / f"{name}.jsonl").open("wb") for name in _SPLITS if name in {*parts, *self._shares}}
-        self._faults = Counter[str]()
-        """The first ones as they are, all others as one."""
+        self._faults = dict[Any, list[Any]]()
+        """File and reason of the first ones, None for all others → how many rows, and the first one's place."""
         self.about: dict[str, Any] = {
             "shapes": Counter(), "counts": dict.fromkeys(self._out, 0), "split_off": self._shares, "skipped": {},
             "unread": [], "files": len(self._files()),
@@ -189,11 +189,15 @@ class _Conversion:
                 for path, (place, values, fault) in part.rows(piece):
                     why = fault or self._take(split, f"{path}: {place}", values)
                     if why is not None:
-                        shown = len(self._faults) < _SHOWN_FAULTS
-                        self._faults[f"{path}: {place} {why}" if shown else ""] += 1
+                        shown = len(self._faults) < _SHOWN_FAULTS or (path, why) in self._faults
+                        self._faults.setdefault((path, why) if shown else None, [0, place])[0] += 1
         if self._faults:
-            more = self._faults.pop("", 0)
-            raise DataError("; ".join(self._faults) + (f", and {more:,} more rows" if more else ""))
+            more, _ = self._faults.pop(None, (0, ""))
+            faults = [
+                f"{path}: {place} {why}{f' (and {count - 1:,} more like it)' * (count > 1)}"
+                for (path, why), (count, place) in self._faults.items()
+            ]
+            raise DataError("; ".join(faults) + f", and {more:,} more rows" * (more > 0))
         counts = self.about["counts"]
         if not counts["train"]:
             others = [f"{count:,} {why}" for why, (count, _) in self.about["skipped"].items()]

@@ -267,6 +267,17 @@ async def test_named_rows_without_validation_are_split_no_further(config: Config
     assert "is missing" not in result.summary and "25.0% split off as valid" in result.evidence["node0"], result.summary
 
 
+async def test_data_that_cannot_be_read_is_told_once(config: Config, tmp_path: Path) -> None:
+    source = tmp_path / "abc.csv"
+    source.write_text("a,b,c\n" + "1,2,3\n" * 9)
+    nodes = tuple(node.model_copy(update={"data": str(source)}) for node in config.nodes)
+    for why in (f"{source}: line 2 has a shape that is not known", f"there is no {source}"):
+        result = await run_check(check.run, config.model_copy(update={"nodes": nodes}))
+        assert result.status is CheckStatus.FAIL and result.summary.startswith(why)
+        assert {*result.evidence.values()} == {result.summary}
+        source.unlink()
+
+
 async def test_a_split_that_gets_no_row_is_said(config: Config, tmp_path: Path) -> None:
     (tmp_path / "qa.csv").write_text("question,answer\n" + "".join(f"{row}?,b\n" for row in range(9)))
     nodes = tuple(node.model_copy(update={"data": str(tmp_path / "qa.csv")}) for node in config.nodes)

@@ -49,12 +49,14 @@ def test_a_data_set_in_the_cache_is_named_with_its_subset(
     files = {"en.jsonl": range(30), "fr.jsonl": range(30, 90)}
     snapshot = DataSet(files, card).write(repository / "snapshots" / ("a" * 40))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    done = flightdeck(home, "data", "hf:org/set fr", "--rows", "1", "--model", "no-model", cwd=tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    done = flightdeck(home, "data", "hf:org/set fr", "--rows", "1", "--model", "model.safetensors", cwd=tmp_path)
     assert done.code == 0 and f"{snapshot} on here" in done.out, done.err
-    assert "user: 30\nassistant: a" in done.out and f"there is no {tmp_path}/no-model" in " ".join(done.out.split())
+    assert "user: 30\nassistant: a" in done.out and "not tried: a file, no directory" in " ".join(done.out.split())
     for name, code, why in (
         ("hf:org/set", 1, "several subsets, one of which [data] subset names: its README.md has en, fr"),
         ("hf:org/set ../fr", 2, "not a subset"),
+        ("hf:", 2, "'hf:' is not a data set (give hf:org/set"),
         ("hf:org/other", 2, "`hf download --repo-type dataset org/other` brings it there"),
     ):
         done = flightdeck(home, "data", name, cwd=tmp_path)

@@ -39,7 +39,7 @@ def probe_model(path: str) -> dict[str, Any]:
     report: dict[str, Any] = {"kind": "?", "bytes": 0, "shards": 0, "repository": None, "hashes": {}}
     report.update({name: [] for name in ("faults", "warnings", "doubts")})
     try:
-        if (instead := _something_else(directory)) is not None:
+        if (instead := something_else(directory)) is not None:
             report["faults"].append(instead)
         else:
             _examine(directory, report)
@@ -48,7 +48,7 @@ def probe_model(path: str) -> dict[str, Any]:
     return report
 
 
-def _something_else(path: Path) -> str | None:
+def something_else(path: Path) -> str | None:
     """Description of a path that is no model's folder."""
     if path.is_file():
         is_gguf = path.suffix == ".gguf" or _head(path, 4) == b"GGUF"

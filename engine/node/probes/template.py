@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.node.probes.dataset import DataRow, count, read_rows
+from engine.node.probes.model_files import something_else
 from engine.node.source_files import DataError
 from engine.node.standard_data import standard_files
 from engine.protocol.attempt import open_regular
@@ -197,8 +198,7 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
         return {"refused": [{"file": files[0], "line": 0, "count": 1, "why": str(error)}]}
     except Exception as error:
         # The libraries take the path of a folder that is not there for a name on the Hub.
-        absent = not Path(model).is_dir()
-        return {"problem": f"there is no {model}" if absent else f"{type(error).__name__}: {error}"}
+        return {"problem": something_else(Path(model)) or f"{type(error).__name__}: {error}"}
     refused = [refusal for trial in trials for refusal in trial.refused.values()]
     measured = {"tallies": {str(trial.path): trial.tally for trial in trials}}
     return {"refused": refused[:_REFUSED], **measured, "lengths": dict(zip(files, (trial.lengths for trial in trials)))}  # noqa: B905

@@ -235,6 +235,8 @@ CASES = [
     (NODES + HUB + "{path = 'a/b'}\n[data]\nsubset = 'x'\nsplits = {train = 'x'}", "data.splits", "hf_dataset"),
     (NODES + JOB + "[data]\nsubset = '..'", "data.subset", "folder"),
     (NODES + '[job]\nmodel = "m"\ndata = "hf:pushed/rows"', "job.data", "[data] push = true"),
+    (NODES + '[job]\nmodel = "m"\ndata = "hf:"', "job.data", "hf:org/set"),
+    (NODES + '[job]\nmodel = "m"\ndata = "hf:org/set main"', "job.data", "[data] subset"),
     (NODES + JOB + "[data]\nsplits = {valid = 'test'}", "data.splits", "train"),
     (NODES + JOB + "[data]\nsplits = {train = 'train[10'}", "data.splits", "train[:80%]"),
     # keys of earlier mlx-lm

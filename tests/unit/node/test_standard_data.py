@@ -463,7 +463,20 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         {},
         "q.jsonl has no row to train on: 1 without an answer",
     ),
-    "many faults": ("q.jsonl", b"{bad\n" * 9, {"valid": 0}, ", and 6 more rows"),
+    "equal faults": ("q.jsonl", b"5\n" * 9, {"valid": 0}, "q.jsonl: line 1 is no JSON object (and 8 more like it)"),
+    "many faults": ("q.jsonl", b"".join(b"{bad\n" + b" " * n for n in range(9)), {"valid": 0}, ", and 5 more rows"),
+    "a number as the text": (
+        "q.jsonl",
+        jsonl([{"text": 1}]),
+        {"valid": 0},
+        'no key whose value is a text: {"text": 1}',
+    ),
+    "messages by another name": (
+        "q.jsonl",
+        jsonl([{"id": "x", "lines": [{"role": "user", "content": "a"}]}]),
+        {},
+        'it has id, lines; say what they are, for example [data] columns = { messages = "lines" }',
+    ),
 }
 
 
