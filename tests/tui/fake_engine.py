@@ -547,7 +547,7 @@ class FakeSetup(SetupApi):
         )
         files, source = {"train": summary}, config.job.data or ""
         return DataInspection(node="ultra", source=source, conversion=None, files=files, lengths={}, rows=rows,
-                              warnings=(), faults=())  # fmt: skip
+                              warnings=(), faults=("line 1 has no text",) * ("bad" in source))  # fmt: skip
 
     async def capacities(self, config: Config) -> dict[str, Capacity]:
         return {method: Capacity(("ultra",), method, "bfloat16", amount) for method, amount in

@@ -134,6 +134,24 @@ async def test_a_files_own_epochs_and_budget_are_changed_and_not_replaced(fake: 
     assert "batch_tokens = 18000\nepochs = 2\n" in text and not {"iters", "batch_size"} & written.keys()
 
 
+async def test_data_that_cannot_be_trained_on_is_not_passed_over(fake: FakeEngine, folder: Path) -> None:
+    (folder / "bad.csv").write_text("a,b,c\n1,2,3\n")
+    async with opened(fake, config=None, size=SMALL) as console:
+        await console.press("i")
+        await answered(console)
+        await console.press("enter", "y")
+        await at(console, "model")
+        await console.press(*"m", "enter")
+        await at(console, "data")
+        await console.press("down")
+        await console.shows("line 1 has no text")
+        await console.press("enter")
+        await console.shows("it cannot be trained on as it is")
+        assert screen(console).step.name == "data"
+        await console.press("enter")
+        await at(console, "method")
+
+
 async def test_a_key_that_comes_before_the_engine_waits_for_it(fake: FakeEngine, folder: Path) -> None:
     app = FlightDeckApp(fake.engine, clock=lambda: NOW)
     async with app.run_test(size=SMALL) as pilot:

@@ -310,6 +310,8 @@ class _Data(_Named):
         super().__init__(setup)
         self._inspection: tuple[str, DataInspection | None] = "", None
         """The name, and its data where that could be read."""
+        self._told = ""
+        """The name of which it was told that it cannot be trained on."""
 
     def open(self) -> None:
         self.abouts |= dict.fromkeys(self.engine.setup.data_found(self.setup.target), "beside the file")
@@ -332,7 +334,11 @@ class _Data(_Named):
         why, name = await super().leave(), self.setup.typed
         if why is None and self._inspection[0] != name:
             await self._inspect(name)
-            return "these are its first rows: enter goes on with them"
+            why = "these are its first rows: enter goes on with them"
+        inspection = self._inspection[1]
+        if inspection is not None and inspection.faults and self._told != name:
+            self._told = name
+            return "it cannot be trained on as it is: choose another, or enter goes on and it is corrected later"
         return why
 
     def draw(self, width: int) -> list[Content]:
