@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         USUAL_ITERS,
         DraftJob,
         DraftNode,
-        already_there,
+        answer_form,
+        check_target,
         draft,
         find_job,
         is_beside,
@@ -90,7 +91,8 @@ _NAMES: Final = {
     "engine.cluster.environments": "EnvironmentPlan NodePythons",
     "engine.cluster.transport.base": "Completed",
     "engine.config.draft": (
-        "SCHEMA USUAL_ITERS DraftJob DraftNode already_there draft find_job is_beside usual_batch write_draft"
+        "SCHEMA USUAL_ITERS DraftJob DraftNode answer_form check_target draft find_job is_beside usual_batch "
+        "write_draft"
     ),
     "engine.config.edit": "changed_keys edited_settings with_settings",
     "engine.config.models": "Config",

@@ -17,8 +17,7 @@ from engine.checks.dataset import DataInspection, copy_data, inspect_data
 from engine.checks.doctor import examine_machine
 from engine.checks.rsync import sync_workdirs
 from engine.checks.runner import run_checks, validate_skip
-from engine.config.draft import data_and_subset
-from engine.config.formats import data_form, subset_form
+from engine.config.draft import answer_form, data_and_subset
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, DataConfig, JobConfig, NodeConfig
 from engine.errors import InputError
@@ -62,10 +61,8 @@ class ChecksApi:
         configuration file. Raises InputError for a name or subset of another form."""
         chosen = str(model.absolute()) if model is not None else None
         name, subset = data_and_subset(data)
-        if subset and (accepted := subset_form(subset)):
-            raise InputError(f"{safe_repr(subset)} is not a subset", todo=f"give {accepted}")
-        if name.startswith(DATA_PREFIX) and (accepted := data_form(name)):
-            raise InputError(f"{safe_repr(name)} is not a data set", todo=f"give {accepted}")
+        if name.startswith(DATA_PREFIX) and (accepted := answer_form("data", data)):
+            raise InputError(f"{safe_repr(data)} is not a data set", todo=f"give {accepted}")
         path = name if name.startswith(DATA_PREFIX) else str(Path(name).expanduser().absolute())
         node = NodeConfig(name="here", python=sys.executable, workdir=str(Path.cwd()), data=path)
         job = JobConfig(name="data", data=path, model=chosen, mlx_lm=with_defaults({}))

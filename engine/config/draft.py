@@ -7,13 +7,14 @@ import contextlib
 import json
 import math
 import secrets
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from engine.config.documents import DocumentError, read_yaml
-from engine.config.formats import address_form, device_form, host_form, path_form
+from engine.config.formats import address_form, data_form, device_form, host_form, path_form, subset_form
 from engine.config.mlx_lm_keys import KEYS
 from engine.errors import InputError, StateError
 from engine.protocol.attempt import replacing
@@ -115,6 +116,12 @@ def data_and_subset(text: str) -> tuple[str, str | None]:
     return (name, subset.strip()) if name.startswith(DATA_PREFIX) and subset.strip() else (text, None)
 
 
+def answer_form(key: str, text: str) -> str | None:
+    """A description of what is accepted as `model` or `data`, in which a subset may follow; None if the text is."""
+    name, subset = data_and_subset(text) if key == "data" else (text, None)
+    return data_form(name) or (subset_form(subset) if subset is not None else None)
+
+
 def split_subset(settings: Mapping[str, object]) -> dict[str, object]:
     """With the subset behind the data set's name as data.subset."""
     name, subset = data_and_subset(str(settings.get("data", "")))
@@ -155,12 +162,22 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except FileExistsError as there:
-        raise already_there(path) from there
+        raise _already_there(path) from there
     except OSError as error:
         raise StateError("cannot be written", where=str(path), why=error) from error
 
 
-def already_there(path: Path) -> InputError:
+def check_target(path: Path, *, force: bool) -> None:
+    """Raises as `write_draft` does, before anybody is asked for what it writes."""
+    if path.is_dir() or (path.exists() and not force):
+        raise _already_there(path)
+    try:
+        tempfile.TemporaryFile(dir=path.absolute().parent).close()
+    except OSError as error:
+        raise StateError("cannot be written", where=str(path), why=error) from error
+
+
+def _already_there(path: Path) -> InputError:
     force = "" if path.is_dir() else "--force overwrites it, "
     return InputError(f"{path} already exists", todo=f"{force}-o FILE writes another file")
 

@@ -55,7 +55,7 @@ def test_a_data_set_in_the_cache_is_named_with_its_subset(
     assert "user: 30\nassistant: a" in done.out and "not tried: a file, no directory" in " ".join(done.out.split())
     for name, code, why in (
         ("hf:org/set", 1, "several subsets, one of which [data] subset names: its README.md has en, fr"),
-        ("hf:org/set ../fr", 2, "not a subset"),
+        ("hf:org/set ../fr", 2, "give the name of a subset"),
         ("hf:", 2, "'hf:' is not a data set (give hf:org/set"),
         ("hf:org/other", 2, "`hf download --repo-type dataset org/other` brings it there"),
     ):

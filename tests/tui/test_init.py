@@ -76,6 +76,9 @@ def test_a_file_in_the_way_is_left_alone_unless_forced(folder: Path) -> None:
     assert json.loads(init(folder, "127.0.0.1", "-o", "-", "--json").out)["nodes"]
     into_folder = init(folder, "127.0.0.1", "-o", ".", "--force")
     assert (into_folder.code, into_folder.err) == (2, "flightdeck: . already exists (-o FILE writes another file)\n")
+    nowhere = init(folder, "-o", "none/flightdeck.toml")
+    expected = "flightdeck: none/flightdeck.toml: cannot be written: No such file or directory\n"
+    assert (nowhere.code, nowhere.out, nowhere.err) == (1, "", expected), "before a host is chosen"
     before = (folder / "flightdeck.toml").read_text()
     faulty = init(folder, "127.0.0.1", "--force", "--model", "../model")
     assert faulty.code == 2 and "without .." in faulty.err and (folder / "flightdeck.toml").read_text() == before
@@ -141,9 +144,13 @@ def test_at_a_terminal_a_person_chooses(folder: Path, monkeypatch: pytest.Monkey
         terminal.read_until(b"numbers from 1 to 2")
         terminal.press(b"1\r")
         terminal.read_until(b"model (")
+        terminal.press(b"../m\r")
+        terminal.read_until(b"a path without ..")
         terminal.press(b"~/m\r")
         terminal.read_until(b"data (")
-        terminal.press(b"\r")
+        terminal.press(b"hf:\r")
+        terminal.read_until(b"hf:org/set")
+        terminal.press(b"\x04")
         for answer in (b"qlora\r", b"dora\r"):
             terminal.read_until(b"method (")
             terminal.press(answer)

@@ -20,7 +20,8 @@ from engine.api import (
     ExitCode,
     FoundHost,
     FoundPython,
-    already_there,
+    answer_form,
+    check_target,
     draft,
     draft_nodes,
     find_job,
@@ -42,8 +43,8 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
     """Write the file and say what comes next; 2 when there is nothing to write or a file in the way, 1 when with --yes
     a node is left without mlx."""
     target: Path = options.output or DEFAULT_FILE
-    if target != _STDOUT and (target.is_dir() or (target.exists() and not options.force)):
-        raise already_there(target)
+    if target != _STDOUT:
+        check_target(target, force=options.force)
     progress = Lines(sys.stderr)
     hostfile = hosts_from_hostfile(options.hostfile) if options.hostfile else None
     hosts = hostfile.hosts if hostfile else _choose(options, engine, progress)
@@ -146,7 +147,10 @@ def _settings(options: argparse.Namespace, job: DraftJob, progress: Lines, *, as
     given = {"model": options.model, "data": options.data, "fine_tune_type": options.method, "iters": options.iters}
     if asks and not options.yes:
         for key in [key for key in job.missing if not given[key]]:
-            given[key] = _typed(f"{key} (a folder on the nodes, or its name; empty: later)? ", progress)
+            question = f"{key} (a folder on the nodes, or its name; empty: later)? "
+            while (answer := _typed(question, progress)) and (accepted := answer_form(key, answer)):
+                progress.say(f"{accepted}, please")
+            given[key] = answer
         while job.config is None and given["fine_tune_type"] not in ("", *_METHODS):
             given["fine_tune_type"] = _typed(f"method ({', '.join(_METHODS)}; empty: {_METHODS[0]})? ", progress)
     return {key: value for key, value in given.items() if value}
@@ -159,6 +163,7 @@ def _typed(question: str, progress: Lines) -> str:
     try:
         return input().strip()
     except EOFError:
+        progress.say()
         return ""
 
 
