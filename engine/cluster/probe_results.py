@@ -188,7 +188,8 @@ class ConversionReport(FrozenModel):
         )
         rejected = " (chosen is trained on, rejected is not)" if "preference" in self.shapes else ""
         split_off = [f"{share:.1%} split off as {name}" for name, share in self.split_off.items()]
-        unread = [f"not read: {', '.join(self.unread[:8])}{', …' * (len(self.unread) > 8)}"] if self.unread else []
+        keys = [key or "a column without a name" for key in self.unread[:8]]
+        unread = [f"not read: {', '.join(keys)}{', …' * (len(self.unread) > 8)}"] if keys else []
         return "; ".join([f"{plural(self.files, 'file')} of {shapes}{rejected}", *split_off, *unread])
 
     @property

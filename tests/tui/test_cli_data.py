@@ -16,14 +16,14 @@ from tui.commands.terminal import Lines
 
 
 def test_it_shows_how_a_file_was_read_and_writes_the_standard_files(home: Path, tmp_path: Path) -> None:
-    rows = [f"{number},level {number}?,three {number}" for number in range(60)]
-    (tmp_path / "qa.csv").write_text("\n".join(["id,question,answer", *rows, "60,wind?,\n"]))
+    rows = [f"{number},{number},level {number}?,three {number}" for number in range(60)]
+    (tmp_path / "qa.csv").write_text("\n".join([",id,question,answer", *rows, "60,60,wind?,\n"]))
     done = flightdeck(home, "data", "qa.csv", "--rows", "2", "--write", "out", cwd=tmp_path)
     assert done.code == 0, done.err
     written = {path.stem: len(path.read_text().splitlines()) for path in (tmp_path / "out").iterdir()}
     for text in (
         f"{tmp_path}/qa.csv on here",
-        "read as   1 file of completions; 5.0% split off as valid; not read: id",
+        "read as   1 file of completions; 5.0% split off as valid; not read: a column without a name, id",
         f"train     {written['train']} rows, chat",
         "row 1, line 1 of train.jsonl\nuser: level ",
         "warn 1 row left out, without an answer",
