@@ -118,8 +118,7 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
     keys, conversions = json.dumps(data_options(config)), dict[str, ConversionReport]()
 
     async def read(node: NodeConfig) -> list[DataFile]:
-        files = data_files(settings, folders[node.name])
-        agent = context.agent(node)
+        files, agent = data_files(settings, folders[node.name]), context.agent(node)
         reply = await agent.probe("jsonl", keys, *files, result_type=JsonlSummaries, timeout_s=_READ_LIMIT_S)
         if isinstance(reply, Late):
             todo = "`flightdeck data` takes the time to convert large data on each node, once"
@@ -140,9 +139,8 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
         splits_off = node.name in conversions and (not config.data.splits or config.data.valid is not None)
         advice = "" if splits_off else f"; [data] valid = {VALID_SHARE} splits it off"
         _check_node(files, settings, findings.on(node), fix, advice)
-        shapes = [conversions[node.name].describe()] if node.name in conversions else []
-        folder, texts = folders[node.name], [*(file.describe() for file in files), *shapes]
-        described = "; ".join(dict.fromkeys(texts))
+        folder, shapes = folders[node.name], [conversions[node.name].describe()] if node.name in conversions else []
+        described = "; ".join(dict.fromkeys([*(file.describe() for file in files), *shapes]))
         findings.evidence[node.name] = described if folder in described else f"{folder}: {described}"
     faulty = {node.name for node in findings.faulty}
     complete = {name: files for name, files in read_files.items() if name not in faulty}

@@ -310,8 +310,8 @@ class _Data(_Named):
         super().__init__(setup)
         self._inspection: tuple[str, DataInspection | None] = "", None
         """The name, and its data where that could be read."""
-        self._told = ""
-        """The name of which it was told that it cannot be trained on."""
+        self._refused = ""
+        """The name that was refused once, as it cannot be trained on."""
 
     def open(self) -> None:
         self.abouts |= dict.fromkeys(self.engine.setup.data_found(self.setup.target), "beside the file")
@@ -336,8 +336,8 @@ class _Data(_Named):
             await self._inspect(name)
             why = "these are its first rows: enter goes on with them"
         inspection = self._inspection[1]
-        if inspection is not None and inspection.faults and self._told != name:
-            self._told = name
+        if inspection is not None and inspection.faults and self._refused != name:
+            self._refused = name
             return "it cannot be trained on as it is: choose another, or enter goes on and it is corrected later"
         return why
 
