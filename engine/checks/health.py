@@ -207,7 +207,8 @@ def _check_limits(load: SystemLoad, findings: NodeFindings) -> None:
 def describe_busy(process: BusyProcess, memory_bytes: int) -> str:
     share = f", {memory_text(process.rss_bytes)} of {memory_text(memory_bytes)}"
     rank = ", a rank of a Flight Deck run" if process.run else ""
-    return f"pid {process.pid} ({process.command[:80]}{rank}) keeps {process.cores:.1f} cores busy{share}"
+    command = process.command if len(process.command) <= 80 else f"{process.command[:79]}…"
+    return f"pid {process.pid} ({command}{rank}) keeps {process.cores:.1f} cores busy{share}"
 
 
 def sleep_prevented(assertions: str) -> bool | None:

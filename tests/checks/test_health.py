@@ -80,12 +80,14 @@ def test_a_disk_that_is_nearly_full_warns_a_full_one_fails_and_both_show_the_lar
 def test_who_works_the_node_hard_is_named_with_pid_and_only_the_own_users_can_be_ended() -> None:
     mine = BusyProcess(pid=501, command="ollama serve", cores=3.2, rss_bytes=90 * 2**30)
     system = BusyProcess(pid=88, command="WindowServer", cores=1.1, rss_bytes=10**9)
+    long = BusyProcess(pid=99, command="x" * 81, cores=1.0, rss_bytes=10**9)
     result = evaluated(
-        loads={"max": QUIET.model_copy(update={"processes": [mine, system], "memory_bytes": 128 * 2**30})}
+        loads={"max": QUIET.model_copy(update={"processes": [mine, system, long], "memory_bytes": 128 * 2**30})}
     )
     assert (result.status, result.fixes) == (CheckStatus.WARN, {})
     assert "pid 501 (ollama serve) keeps 3.2 cores busy, 90 GB of 128 GB" in result.summary
     assert "pid 88 (WindowServer) keeps 1.1 cores busy" in result.summary
+    assert f"pid 99 ({'x' * 79}…) keeps" in result.summary
 
 
 def test_a_busy_gpu_warns_by_share_on_a_mac_and_by_process_with_nvidia() -> None:
