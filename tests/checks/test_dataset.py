@@ -275,7 +275,7 @@ async def test_data_that_cannot_be_read_is_told_once(config: Config, tmp_path: P
         result = await run_check(check.run, config.model_copy(update={"nodes": nodes}))
         assert result.status is CheckStatus.FAIL and result.summary.startswith(why)
         assert {*result.evidence.values()} == {result.summary}
-        source.unlink()
+        source.unlink(missing_ok=True)
 
 
 async def test_a_split_that_gets_no_row_is_said(config: Config, tmp_path: Path) -> None:
