@@ -90,7 +90,7 @@ class ModelsApi:
             try:
                 return await read_manifest(fleet, node, asked, verify=True)
             except FlightDeckError as error:
-                return str(error)
+                return str(error).removeprefix(f"{node.name}: ")
 
         # Nothing is pushed to this machine: the folder is its own.
         there = [str(folder) if node.local and folder.is_dir() else asked for node in hosts.values()]

@@ -169,7 +169,7 @@ def starting_time(text: str, now: datetime | None = None) -> datetime:
             moment = datetime.fromisoformat(text.strip()).astimezone()
     except (ValueError, OverflowError) as error:
         todo = 'give "22:00" or "2026-12-01 22:00", in the time of this machine'
-        raise InputError(f"{safe_repr(text)} is no time", why=str(error), todo=todo) from error
+        raise InputError(f"{safe_repr(text)} is no time", todo=todo) from error
     if moment <= now:
         raise InputError(f"{safe_repr(text)} has passed", why=f"it is {now:%Y-%m-%d %H:%M}")
     return moment.astimezone(UTC)

@@ -100,6 +100,7 @@ def test_a_grid_is_queued_listed_and_changed_by_command(home: Path, tmp_path: Pa
 @pytest.mark.parametrize("arguments", [
     ("queue", "move", "1"), ("queue", "hold"), ("queue", "cancel", "7"), ("queue", "cancel", "1"),
     ("launch", "--after", "22:00"), ("launch", "--queue", "--follow"), ("launch", "--queue", "--after", "soon"),
+    ("launch", "--after", ""), ("launch", "--queue", "--after", ""),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_refused_in_one_line(home: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "flightdeck.toml").write_text(CONFIG)

@@ -50,7 +50,7 @@ def launch(options: argparse.Namespace, engine: Engine) -> int:
     ]
     if options.queue:
         return _put_into_queue(options, engine, configs)
-    if options.after or options.stop_queue_on_failure:
+    if options.after is not None or options.stop_queue_on_failure:
         raise InputError("--after and --stop-queue-on-failure are of the queue", todo="add --queue")
     if len(configs) > 1:
         todo = "add --queue, which starts one after the other; `flightdeck plan` shows them"
@@ -67,7 +67,7 @@ def _put_into_queue(options: argparse.Namespace, engine: Engine, configs: Sequen
     items = engine.queue.add(
         configs,
         skip=options.skip,
-        after=starting_time(options.after) if options.after else None,
+        after=None if options.after is None else starting_time(options.after),
         budget_s=options.for_s,
         stop_on_failure=options.stop_queue_on_failure,
     )

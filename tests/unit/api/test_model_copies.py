@@ -108,7 +108,7 @@ async def test_a_folder_is_verified_against_the_one_that_was_pushed(tmp_path: Pa
         assert await engine.models.verify(away, str(tmp_path / "mine")) == {"here": ["config.json"]}
         assert await engine.models.verify(away, "~/models/mine") == {"here": []}, "and there is no other"
         nowhere = await engine.models.verify(away, "~/models/none")
-        assert nowhere == {"here": f"here: {tmp_path}/models/none is not there"}
+        assert nowhere == {"here": f"{tmp_path}/models/none is not there"}
 
 
 async def test_this_machine_as_a_node_verifies_its_cache_and_its_own_folders(
