@@ -17,6 +17,18 @@ SHOWN_BYTES: Final = 64 * 1024
 _ODD: Final = b"\0"
 _ODD_OR_NOT: Final = bytes(byte if byte == 0x0A or 0x20 <= byte <= 0x7E else 0 for byte in range(256))
 """All bytes that may be shown as something else, for bytes.translate."""
+_DOTTED: Final = "İ".encode()
+"""The one letter below that has an ASCII letter in its lower case."""
+_LETTERS: Final = (b"\2\1", b"\3\1\1")
+_KINDS: Final = bytes(
+    byte if byte == 0x0A or 0x20 <= byte <= 0x7E
+    else 1 if 0x80 <= byte <= 0xBF
+    else 2 if byte in (0xC3, 0xC4, 0xC5, 0xD0, 0xD1)
+    else 3 if 0xE4 <= byte <= 0xE9
+    else 0
+    for byte in range(256)
+)  # fmt: skip
+"""Makes _LETTERS of U+00C0 to U+017F, U+0400 to U+047F and U+4000 to U+9FFF: shown as they are stored."""
 _COLOURS: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 """Complete control sequences: a line that has no other escapes is shown without them."""
 
@@ -76,7 +88,7 @@ class LogPattern:
         searches = self._searches(plain.lower() if self.folded else plain)
         in_bytes = len(searches)
         if not plain.isascii() or any(byte in plain for byte in (b"\x1b", b"\r", b"\t")):
-            odd = plain.translate(_ODD_OR_NOT)
+            odd = self._odd(plain)
             searches.append(partial(odd.find, _ODD))
         upcoming = [search(0) for search in searches]
         at = begin = 0  # of the next line that may match, in `plain` and in `data`
@@ -96,16 +108,32 @@ class LogPattern:
                 search(at) if 0 <= match < at else match for search, match in zip(searches, upcoming, strict=True)
             ]
 
+    def _odd(self, plain: bytes) -> bytes:
+        """_ODD in the place of each byte that may be shown as something else, or match as another one."""
+        if self.raw is None:
+            plain = plain.replace(_DOTTED, _ODD * len(_DOTTED)).translate(_KINDS)
+            for letter in _LETTERS:
+                plain = plain.replace(letter, b" " * len(letter))
+        return plain.translate(_ODD_OR_NOT)
+
     def _searches(self, searched: bytes) -> list[Callable[[int], int]]:
         """Each says where the next match from a position on is, -1 without one."""
         if (raw := self.raw) is None:
-            return [partial(searched.find, needle) for needle in self.needles]
+            if not self.folded or all(map(bytes.isascii, self.needles)):
+                return [partial(searched.find, needle) for needle in self.needles]
+            raw = re.compile(b"|".join(map(_in_any_case, self.needles)))
 
         def search(at: int) -> int:
             match = raw.search(searched, at)
             return -1 if match is None or match.start() >= len(searched) else match.start()
 
         return [search]
+
+
+def _in_any_case(needle: bytes) -> bytes:
+    """An expression for bytes of which the ASCII letters alone are in lower case."""
+    forms = ("|".join(map(re.escape, dict.fromkeys((letter, letter.upper())))) for letter in needle.decode())
+    return b"".join(f"(?:{form})".encode() for form in forms)
 
 
 def _lines_on(data: bytes, begin: int, lines: int) -> int:

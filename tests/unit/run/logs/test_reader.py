@@ -22,6 +22,8 @@ from tests.unit.run.run_maker import MadeRun, make_run_config
 parse = LogPattern.parse
 stored = ["foo", "Foo", "bar", "b\tar", "é", "fo\x1b[1mo", "foo\x1b[0m", "x\rfoo", "o\r", ""]
 stored += ["\x1b[1m\x1b[", "\x1b[\x1b[1mfoo", "f\x1b[3\x1b[1moo", "\x1b]0;\x1b[2mfoo\x07"]
+stored += ["größe", "Größe", "GRÖẞE", "İ", "文é", "Жар", "e\u0301", "\ufeffé", "a\u00a0é", "İ文"]
+searched = ["foo", "Foo", "bar", "é", "re:^fo+$", "re:ba?r|Foo", "re:^.$", "o f", "größe", "Gr", "i", "жа", "a é"]
 words = st.lists(st.sampled_from(stored), max_size=3)
 chatter = st.lists(
     st.tuples(st.sampled_from([0, 1, LAUNCHER_SOURCE]), st.lists(words.map(" ".join), min_size=1, max_size=4)),
@@ -143,7 +145,7 @@ def test_a_capital_counts_only_where_one_is_typed(logs: RunLogs) -> None:
     }  # fmt: skip
 
 
-@given(chatter, st.sampled_from(["foo", "Foo", "bar", "é", "re:^fo+$", "re:ba?r|Foo", "re:^.$", "o f"]), st.booleans())
+@given(chatter, st.sampled_from(searched), st.booleans())
 def test_a_search_finds_what_reading_every_line_finds(
     parts: list[tuple[int, list[str]]], wanted: str, merged: bool
 ) -> None:
@@ -222,6 +224,22 @@ def test_a_filter_keeps_up_and_matches_a_growing_line_again(logs: RunLogs) -> No
     assert numbers() == ([0, 1], [2])
     logs.write(1, "loss 3\n")
     assert numbers() == ([0, 1, 3], [2])
+
+
+def test_of_lines_with_letters_of_other_alphabets_only_those_that_may_match_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at = list[bytes]()
+
+    def watched(line: bytes) -> str:
+        looked_at.append(line)
+        return sanitise(line)
+
+    monkeypatch.setattr("engine.run.logs.pattern.sanitise", watched)
+    data = "Größe 1\nчасть 2\n第一部分 3\nVERLUST ÜBER 4\n".encode()
+    matching = [list(parse(text).positions(data, str)) for text in ("loss", "verlust", "über", "größe")]
+    assert matching == [[], [38], [38], [0]]
+    assert len(looked_at) == 3
 
 
 def test_a_search_can_be_stopped(logs: RunLogs) -> None:
