@@ -54,6 +54,26 @@ async def test_a_script_that_may_not_be_executed_comes_with_its_chmod(config: Co
     assert result.fix_command == f"chmod +x {tmp_path / 'run.sh'}"
 
 
+@pytest.mark.parametrize(
+    ("command", "file", "fix"),
+    [
+        (("mine.py",), ("#!/usr/bin/env python\n", 0o700), '["python", "mine.py"]'),
+        (("mine.py", "--fast"), ("", 0o600), '["python", "mine.py", …]'),
+        (("./mine.py",), ("#!/usr/bin/env python\n", 0o600), '["python", "./mine.py"]'),
+        (("./mine.py",), ("import mlx\n", 0o700), '["python", "./mine.py"]'),
+    ],
+    ids=["not on PATH", "with arguments", "no permission", "no interpreter"],
+)
+async def test_a_python_script_that_is_no_program_is_named_with_the_command_that_runs_it(
+    config: Config, tmp_path: Path, command: tuple[str, ...], file: tuple[str, int], fix: str
+) -> None:
+    (tmp_path / "mine.py").write_text(file[0])
+    (tmp_path / "mine.py").chmod(file[1])
+    result = await run_check(check.run, with_command(config, *command))
+    assert result.status is CheckStatus.FAIL
+    assert f"{tmp_path / 'mine.py'} is no program by itself: write command = {fix}" in result.summary
+
+
 @pytest.mark.needs("linux")
 async def test_a_script_in_a_folder_whose_name_is_not_utf_8_is_found(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "a\udcff"

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def probe_hashes(request_text: str) -> dict[str, Any]:
         hashes |= {f"model {name}": value for name in HASHED if (value := file_hash(model / name)) is not None}
     if request["job"] is not None:
         hashes["job"] = config_hash(request["job"])
-    hashes["worker"] = bundle_hash(PACKAGE)
+    hashes["node bundle"] = bundle_hash(PACKAGE)
     return {"hashes": hashes}
 
 
@@ -218,12 +218,14 @@ def _program(workdir: Path, python: str, roots: list[str], *words: str) -> dict[
         program = workdir / Path(first).expanduser()
     elif (located := find_program(first, python)) is not None:
         program = Path(located)
+    elif first.endswith(".py") and (workdir / first).is_file():
+        return _by_python(workdir / first, words)
     else:
         return _fault(f"no program {first} beside {python}, nor on PATH", absent=first)
     if not program.is_file():
         return _fault(f"{program} is not there{did_you_mean(program)}")
-    if not os.access(program, os.X_OK):
-        return _fault(f"{program} may not be executed", permit=str(program))
+    if (fault := _not_executed(program, words)) is not None:
+        return fault
     if first in PYTHON_NAMES or program.name.startswith("python"):
         script = next((word for word in command[1:] if not word.startswith("-")), None)
         if script and script.endswith(".py"):
@@ -236,6 +238,19 @@ def _program(workdir: Path, python: str, roots: list[str], *words: str) -> dict[
                 return _fault(f"{path.resolve()} is outside of the home and the workdir: {todo}")
             return {"program": f"{program} {path}", "fault": None}
     return {"program": str(program), "fault": None, "launcher": _launcher_within(workdir, program, command)}
+
+
+def _not_executed(program: Path, words: Sequence[str]) -> dict[str, str | None] | None:
+    executable = os.access(program, os.X_OK)
+    if words[0].endswith(".py"):
+        with program.open("rb") as file:
+            return None if executable and file.read(2) == b"#!" else _by_python(program, words)
+    return None if executable else _fault(f"{program} may not be executed", permit=str(program))
+
+
+def _by_python(script: Path, words: Sequence[str]) -> dict[str, str | None]:
+    more = ", …" if len(words) > 1 else ""
+    return _fault(f'{script} is no program by itself: write command = ["python", {json.dumps(words[0])}{more}]')
 
 
 def _launcher_within(workdir: Path, program: Path, command: list[str]) -> list[Any] | None:
