@@ -27,7 +27,7 @@ NAME = "worker_consistency"
 _LIMIT_S = 60.0
 _MODEL = "model "
 """Prefix of the names of the model's files."""
-_SCRIPT = "worker"
+_SCRIPT = "node bundle"
 """The probe's name for the bundle, in which the trainer is."""
 _SHOWN = 12
 """Characters of a hash in a message."""

@@ -347,7 +347,7 @@ def _describe(node: str, tree: WorkdirTree, reference: str, difference: TreeDiff
 
 
 CHECK = Check(
-    NAME, "the sync script ran, and every worker has the same files", run,
+    NAME, "the sync script ran, and every node has the same files", run,
     time_limit_s=SCRIPT_LIMIT_S + READ_LIMIT_S + 60, needs=(connectivity.NAME,), not_applicable=sync_not_applicable,
     switched_off=sync_switched_off, label="file sync",
 )  # fmt: skip

@@ -103,7 +103,7 @@ async def _is_staged(agent: AgentClient) -> bool:
     if isinstance(outcome, NoValue):
         where = agent.node.name
         raise LaunchError(f"the node bundle on {where} could not be verified", where=where, why=str(outcome))
-    return outcome.hashes.get("worker") == node_bundle().name
+    return outcome.hashes.get("node bundle") == node_bundle().name
 
 
 def _not_staged(node: NodeConfig, home: AgentHome) -> LaunchError:

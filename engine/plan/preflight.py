@@ -14,7 +14,7 @@ from engine.validators.workers import byzantine_rule
 
 _CONFIGURATIONS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
 """Suffixes of programs and settings in a command; other arguments may be outputs, which differ between nodes."""
-_OF_MLX_LM = ("worker bundle (the training script)", "job", "model configuration", "model index", "tokenizer")
+_OF_MLX_LM = ("node bundle (the training script)", "job", "model configuration", "model index", "tokenizer")
 
 
 def sync_not_applicable(config: Config) -> str | None:
@@ -39,7 +39,7 @@ def compared_trees(config: Config) -> tuple[str, ...]:
 
 
 def comparison_not_applicable(config: Config) -> str | None:
-    return "one worker: nothing to compare" if len(config.nodes) == 1 else None
+    return "one node: nothing to compare" if len(config.nodes) == 1 else None
 
 
 def comparison_switched_off(config: Config) -> str | None:
@@ -61,7 +61,7 @@ def command_files(config: Config) -> list[str]:
 
 def compared_files(config: Config) -> tuple[str, ...]:
     """Descriptions of what worker_consistency compares. A custom command has its own job, model and data."""
-    return (*command_files(config), "worker bundle") if config.job.words else _OF_MLX_LM
+    return (*command_files(config), "node bundle") if config.job.words else _OF_MLX_LM
 
 
 Applies = Callable[[Config], str | None]
@@ -125,7 +125,7 @@ def _why_skipped(context: PlanContext, check: str, not_applicable: Applies, swit
 def _while_training(context: PlanContext) -> ReplicaWatch | Disabled:
     settings = context.config.consistency
     if context.ranks == 1:
-        return Disabled(reason="one worker: nothing to compare")
+        return Disabled(reason="one rank: nothing to compare")
     if not context.settings:
         return Disabled(reason="the job runs a custom command, which does not report its parameters")
     if (why := STRATEGY_TRAITS[context.strategy].uncompared) is not None:

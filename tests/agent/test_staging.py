@@ -156,7 +156,7 @@ async def test_a_node_that_went_away_from_an_open_connection_is_asked_for_no_mor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node, ana = (
-        FakeNode({"hashes": {"worker": node_bundle().name}}),
+        FakeNode({"hashes": {"node bundle": node_bundle().name}}),
         NodeConfig(name="ana", ssh="ana", python="/p", workdir="/"),
     )
     async with FakeFleet(ana=node) as fleet:

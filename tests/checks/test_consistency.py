@@ -188,7 +188,7 @@ def test_outputs_and_files_of_a_rank_are_not_compared(script: Config) -> None:
 
 def test_one_worker_has_nobody_to_agree_with(config: Config) -> None:
     one = config.model_copy(update={"nodes": config.nodes[:1]})
-    assert check.CHECK.not_applicable(one) == "one worker: nothing to compare"
+    assert check.CHECK.not_applicable(one) == "one node: nothing to compare"
     off = config.preflight.model_copy(update={"consistency": False})
     assert check.CHECK.switched_off(config.model_copy(update={"preflight": off})) is not None
 

@@ -775,7 +775,7 @@ def test_a_plan_after_preflight_has_the_result_of_the_sync(result: CheckResult, 
 def test_a_custom_command_compares_its_files_and_the_worker() -> None:
     command = {"command": ("python", "train.py", "--config", "{workdir}/lora.yaml", "out.txt"), "mlx_lm": {}}
     own = make_plan(inputs(ultra_and_max(), job=command, model=None)).worker_consistency.validation_checks
-    assert own == ("train.py", "{workdir}/lora.yaml", "worker bundle")
+    assert own == ("train.py", "{workdir}/lora.yaml", "node bundle")
     assert "tokenizer" in make_plan(inputs(ultra_and_max())).worker_consistency.validation_checks
 
 
