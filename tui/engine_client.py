@@ -363,9 +363,15 @@ class EngineClient:
         with self._request("preflight", busy=None):
             async with aclosing(self._loop.each(lambda: engine.checks.preflight(config))) as results:
                 async for result in results:
+                    if store.state.config is not config:
+                        break
                     by_name = {check.name: check for check in (*store.state.checks, result)}
                     store.change(checks=tuple(by_name.values()))
             store.change(checks_at=self._clock(), now=self._clock())
+        if store.state.config is not config:
+            # Edited meanwhile: what it has been is not launched any more.
+            await self.preflight()
+            return
         store.change(checks=tuple(check for check in store.state.checks if check.status != "pending"))
 
     async def calibrate(self, *, quick: bool) -> None:

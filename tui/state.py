@@ -208,6 +208,11 @@ class DeckState:
         return api.with_pending(recorded) if configured and begins else recorded
 
     @property
+    def checks_of_run(self) -> bool:
+        """The shown checks are those of the shown run, not of the configuration as it is now."""
+        return not self.checks and self.snapshot is not None and bool(self.snapshot.checks)
+
+    @property
     def known_facts(self) -> list[NodeFacts]:
         """The facts of the configuration's nodes, in its order."""
         nodes = self.config.nodes if self.config is not None else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from engine.config.edit import write_settings
 from engine.config.load import load_config
 from engine.config.models import Config
 from engine.config.overrides import Settings
-from engine.models import NodeFacts, RunState
+from engine.models import CheckResult, NodeFacts, RunState
 from engine.plan.document import TrainingPlan
 from engine.snapshots import ResultFile, RunResult, RunSnapshot
 from tests.tui import fake_engine
@@ -158,6 +158,44 @@ async def test_an_edit_is_read_at_once_and_its_keys_are_said(
         file.write_text(good.replace("75", "80"))
         await console.shows("changed       iters 50 → 80")
         assert "expected" not in console.screen
+
+
+async def test_the_checks_of_a_run_are_said_to_be_its_own_and_an_edit_after_them_too(
+    fake: FakeEngine, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "load_config", load_config)
+    async with opened(fake.add(aborted()), config=file, follow=RUN) as console:
+        await console.shows("2 preflight · of the run: passed")
+        assert "edited since" not in console.screen
+        file.write_text(file.read_text().replace("iters = 50", "iters = 75"))
+        await console.shows("the file was edited since: r here checks it")
+        await console.check()
+        assert "of the run" not in console.screen and "edited since" not in console.screen
+
+
+async def test_checks_of_a_file_that_is_edited_meanwhile_are_run_anew(
+    fake: FakeEngine, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, goes_on = list[Config](), threading.Event()
+
+    async def slow(config: Config, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
+        checked.append(config)
+        for number, result in enumerate(fake.check_results):
+            while number and not goes_on.is_set():
+                await asyncio.sleep(0.01)
+            summary = f"iters {config.job.mlx_lm['iters']}"
+            yield result.model_copy(update={"summary": summary})
+
+    monkeypatch.setattr(fake, "load_config", load_config)
+    monkeypatch.setattr(fake, "preflight", slow)
+    async with opened(fake, config=file) as console:
+        await console.press("2", "r")
+        await console.shows("iters 50")
+        file.write_text(file.read_text().replace("iters = 50", "iters = 75"))
+        await console.until(lambda: bool(console.app.state.edits), "the edit")
+        goes_on.set()
+        await console.until(lambda: len(checked) == 2 and console.app.state.busy is None, "the checks")
+        assert {check.summary for check in console.app.state.checks} == {"iters 75"}
 
 
 @pytest.mark.parametrize(

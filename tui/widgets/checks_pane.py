@@ -49,9 +49,9 @@ class ChecksPane(Pane):
         return f"preflight{state.glyphs.separator}{verdict(state)}"
 
     def draw(self, state: DeckState) -> None:
-        note = self.query_one("#checks-note", Text)
-        note.display = not state.shown_checks
-        note.put(Content.styled(state.unconfigured, MUTED))
+        note, text = self.query_one("#checks-note", Text), _note(state)
+        note.display = bool(text)
+        note.put(Content.styled(text, MUTED))
         rows = self.query_one(RowList)
         room = self.room - self._scrollbar(len(state.shown_checks))
         drawn = (state.shown_checks, dict(state.skips), room, self.full, state.glyphs)
@@ -104,8 +104,22 @@ class ChecksPane(Pane):
         return f"{check.name}: {_detail(check, self.state, self.room).plain}"
 
 
+def _note(state: DeckState) -> str:
+    """Above the checks, or in their place."""
+    if not state.shown_checks:
+        return state.unconfigured
+    if not state.checks_of_run or not state.edits:
+        return ""
+    return "the file was edited since" + (state.key(": r here checks it") if state.running is None else "")
+
+
 def verdict(state: DeckState) -> str:
-    """The whole preflight, for the title."""
+    """The whole preflight, for the title: also whose it is, where the next launch has not been checked."""
+    ended_or_edited = state.checks_of_run and (not state.active or state.edits)
+    return ("of the run: " if ended_or_edited else "") + _verdict(state)
+
+
+def _verdict(state: DeckState) -> str:
     checks = state.shown_checks
     statuses = [check.status for check in checks]
     if all(status == "pending" for status in statuses):
