@@ -161,4 +161,8 @@ async def opened(fake: FakeEngine, *, size: tuple[int, int] = DASHBOARD, **argum
         console = Console(app, pilot)
         await console.until(lambda: app.state.ready and app.state.runs is not None, "the engine")
         await console.until(lambda: not app.state.probing, "the probe")
-        yield console
+        try:
+            yield console
+        finally:
+            # As at a console's own end: `run_test` takes the screens away below requests that go on.
+            app.workers.cancel_all()
