@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from rich.text import Text
 from textual.app import App, SuspendNotSupported
 from textual.binding import Binding, BindingType
-from textual.events import Event, InputEvent
+from textual.events import Event, InputEvent, Key
 from textual.worker import Worker
 
 from engine import api
@@ -93,6 +93,7 @@ from tui.state import ENGINE_ERRORS, DeckState, StateStore
 from tui.widgets.chart import Chart
 from tui.widgets.compare_pane import ComparePane
 from tui.widgets.history_pane import HistoryPane
+from tui.widgets.logs_pane import Entry, FilterBar
 from tui.widgets.text import pair
 
 if TYPE_CHECKING:
@@ -192,7 +193,11 @@ class FlightDeckApp(App[None]):
             await asyncio.sleep(0)
             if self._leaving:
                 return
+        entry = self.focused if isinstance(event, Key) and event.key == "enter" else None
         await super().on_event(event)
+        if isinstance(entry, Entry) and isinstance(entry.parent, FilterBar):
+            # The next key is not for the prompt any more.
+            await entry.parent.answered()
 
     def exit(self, *arguments: Any, **named: Any) -> None:
         self._leaving = True

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from textual.content import Content
+from textual.events import Key
 
 from engine.errors import InputError
 from engine.models import RunRecord, RunState
@@ -99,6 +100,16 @@ async def test_what_is_no_tag_is_said_in_the_prompt(runs: FakeEngine) -> None:
         await console.press("5", "T", *"a/b", "enter")
         await console.shows("not a valid name")
         assert runs.annotated == []
+
+
+async def test_a_key_right_behind_the_enter_of_a_prompt_is_no_part_of_its_text(runs: FakeEngine) -> None:
+    async with opened(runs) as console:
+        await console.press("5")
+        app = console.app
+        for key in ("T", *"night", "enter", "N", *"good", "enter"):
+            app.post_message(Key(key, key if len(key) == 1 else None))
+        await console.until(lambda: len(runs.annotated) == 2, "the tag and the note")
+        assert runs.annotated == [(FAILED, ["night"], [], None), (FAILED, [], [], "good")]
 
 
 @pytest.mark.parametrize("size", SIZE)

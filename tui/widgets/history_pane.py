@@ -248,7 +248,6 @@ class HistoryPane(Pane):
         self.query_one(RunPrompt).open(kind, texts[kind])
 
     def on_filter_bar_answered(self, event: FilterBar.Answered) -> None:
-        self.query_one(RowList).focus()
         if event.kind == _FILTER:
             self.filter = event.text.strip()
             self.refresh_pane()
@@ -268,7 +267,6 @@ class HistoryPane(Pane):
         prompt = self.query_one(RunPrompt)
         if prompt.is_open:
             prompt.close()
-            self.query_one(RowList).focus()
         elif self.filter and self.full and not self.state.detail:
             self.filter = ""
             self.refresh_pane()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -21,6 +23,15 @@ from tui.widgets.pane import Pane
 
 SEARCH: Final = "search"
 FILTER: Final = "filter"
+_ANSWER_S: Final = 2.0
+
+
+class Entry(Input):
+    """Takes enter before what is typed behind it, which a binding of its parents' sees only later."""
+
+    async def key_enter(self, event: Key) -> None:
+        event.stop()
+        await self.action_submit()
 
 
 class FilterBar(Horizontal):
@@ -58,7 +69,7 @@ class FilterBar(Horizontal):
 
     def compose(self) -> ComposeResult:
         yield Static("", classes="prompt", markup=False)
-        yield Input(select_on_focus=True)
+        yield Entry(select_on_focus=True)
         yield Static("", classes="fault", markup=False)
 
     @property
@@ -78,6 +89,20 @@ class FilterBar(Horizontal):
 
     def close(self) -> None:
         self.remove_class("-open")
+        if isinstance(self.parent, Pane):
+            # At once, as when it is opened.
+            self.screen.set_focus(self.parent.keys_go_to, scroll_visible=False)
+
+    async def answered(self) -> None:
+        """Wait until enter, its submission and its answer have gone through the entry, this bar and the pane."""
+        entry = self.query_one(Entry)
+        # One that is taken down answers no more.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                for part in (entry, entry, self, self, self.parent):
+                    done = asyncio.Event()
+                    if part is not None and part.call_later(done.set):
+                        await done.wait()
 
     def on_key(self, event: Key) -> None:
         """Up and down go through what was entered before."""
@@ -169,7 +194,6 @@ class LogsPane(Pane):
         self.show(self.state)
 
     def on_filter_bar_answered(self, event: FilterBar.Answered) -> None:
-        self.view.focus()
         if event.kind == SEARCH:
             self.view.search(event.text)
         else:
@@ -183,7 +207,6 @@ class LogsPane(Pane):
         prompt = self.query_one(FilterBar)
         if prompt.is_open:
             prompt.close()
-            self.view.focus()
         elif self.view.state.search is not None:
             self.view.search("")
         elif self.view.state.filter is not None:
