@@ -418,15 +418,16 @@ class FlightDeckApp(App[None]):
             self.store.change(queue=message.queue)
 
     def _show_first(self, message: RunsRead) -> None:
-        """Show the newest active run, else how the last one of this night or day has ended, else the plan; without a
-        configuration the history, or where there is none the welcome."""
+        """Show the newest active run, else how the last one of this night or day has ended, else the plan, in the view
+        that a key may have opened meanwhile; without a configuration the history, or where there is none the welcome.
+        """
         active = next((run for run in message.runs if not run.state.ended), None)
         newest = next((run for run in message.runs if run.task is None), None)
         if active is not None:
-            self.open_run(active.id)
+            self.open_run(active.id, view=self.state.view)
         elif newest is not None and newest.ended_at is not None and self.state.age_s(newest.ended_at) < RECENT_S:
             self._first = newest.id
-            self.open_run(newest.id)
+            self.open_run(newest.id, view=self.state.view)
         elif self.state.config is None and not self._asked:
             if message.runs:
                 self.deck.go("history")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engine.api import Engine
 from engine.config.load import load_config
 from engine.models import RunState
 from engine.snapshots import RunSnapshot, Series
 from tests.tui import fake_engine
-from tests.tui.conftest import SIZE, SMALL, opened
-from tests.tui.fake_engine import FakeEngine
+from tests.tui.conftest import SIZE, SMALL, Console, opened
+from tests.tui.fake_engine import NOW, FakeEngine, configuration
 from tui.actions import bar
+from tui.app import FlightDeckApp
 from tui.formatting import span
 from tui.state import DeckState
 from tui.widgets.bars import header
@@ -29,6 +32,22 @@ async def test_in_the_morning_the_end_of_the_nights_run_is_shown_first(fake: Fak
         await console.shows("first cause")
         await console.press("escape")
         await console.shows("ready to launch")
+
+
+async def test_it_is_shown_in_the_view_that_was_opened_while_the_engine_was_loaded(fake: FakeEngine) -> None:
+    fake.add(fake_engine.failed())
+    loads = threading.Event()
+
+    def engine() -> Engine:
+        loads.wait()
+        return fake.engine
+
+    app = FlightDeckApp(engine, configuration(), clock=lambda: NOW)
+    async with app.run_test(size=SMALL) as pilot:
+        await pilot.press("5")
+        loads.set()
+        await Console(app, pilot).until(lambda: app.state.snapshot is not None, "the run")
+        assert app.state.view == "history"
 
 
 async def test_a_run_of_the_day_before_is_not(fake: FakeEngine) -> None:
