@@ -679,8 +679,12 @@ class FlightDeckApp(App[None]):
 
     def _show_copies(self, push: str | None = None) -> None:
         assert self.state.config is not None
-        screen = ModelCopies(self.client, self.state.config, read_only=self.state.read_only, push=push)
-        self.push_screen(screen)
+        if not self.is_screen_installed("copies"):
+            made = ModelCopies(self.client, self.state.config, read_only=self.state.read_only)
+            self.install_screen(made, "copies")
+        screen = self.get_screen("copies", ModelCopies)
+        screen.open(self.state.config, push)
+        self.push_screen(screen, lambda view: self.deck.go(view) if view is not None else None)
 
     def do_switch(self) -> None:
         shown = self.state.config.file if self.state.config is not None else None

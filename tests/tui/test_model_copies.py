@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -75,6 +76,35 @@ async def test_the_copies_of_all_nodes_are_shown_and_each_key_does_what_the_comm
             ("push", "org/tiny"), ("pull", "org/tiny", "ultra"), ("verify", "org/tiny"), ("push", "org/x"),
             ("rm", "org/tiny", "ultra"),
         ]  # fmt: skip
+
+
+async def test_its_number_keys_lead_to_the_other_views_and_a_copy_goes_on_meanwhile(
+    fake: FakeEngine, models: FakeModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = asyncio.Event()
+
+    async def slow(config: Config, name: str) -> AsyncIterator[CopyProgress]:
+        yield CopyProgress("max", 1_000_000_000, 4_000_000_000)
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        yield CopyProgress("max", 4_000_000_000, 4_000_000_000, "/hub/tiny")
+
+    monkeypatch.setattr(models, "push", slow)
+    async with opened(fake, config=macs.configuration(2)) as console:
+        await console.until(lambda: console.app.state.ready)
+        await console.press("7")
+        await console.shows("max: it does not answer")
+        await console.press("p")
+        await console.shows("1.00 of 4.00 GB")
+        await console.press("2")
+        assert console.on_deck and console.app.state.view == "preflight"
+        for key in ("2", "escape"):
+            await console.press("7")
+            await console.shows("1.00 of 4.00 GB")
+            await console.press(key)
+            assert console.on_deck and console.app.state.view == "preflight"
+        goes_on.set()
+        await console.until(lambda: "7: a copy has ended: copied and verified" in console.notifications)
 
 
 async def test_at_80_columns_an_incomplete_copy_leaves_every_row_its_name_revision_and_size(

@@ -17,7 +17,7 @@ from textual.widgets import Input, OptionList, Static
 from tui.formatting import copy_text, shortened, size
 from tui.glyphs import MUTED
 from tui.screens.dialog import Confirm
-from tui.state import ENGINE_ERRORS
+from tui.state import ENGINE_ERRORS, NUMBERED
 from tui.widgets.text import Column, lay_out, pair
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _FRAME: Final = 8
 """Cells of a line beside its text."""
 _LABEL: Final = 20
 """Cells of a name that no state takes."""
+_LISTING: Final = "the listing"
 _KEYS = "p push · g pull · v verify · n name · ctrl+k remove · r again · esc back"
 
 
@@ -46,8 +47,11 @@ class _Rows(OptionList):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("j", "cursor_down"), Binding("k", "cursor_up")]
 
 
-class ModelCopies(ModalScreen[None]):
+class ModelCopies(ModalScreen[str]):
+    """Answers the view whose number key was pressed. It lives on behind the others: what it has begun goes on."""
+
     BINDINGS: ClassVar[list[BindingType]] = [
+        *(Binding(str(number), f"dismiss('{view}')", show=False) for number, view in enumerate(NUMBERED, start=1)),
         Binding("escape,7", "leave", show=False),
         Binding("q", "dismiss(None)", show=False),
         Binding("r", "ask", show=False),
@@ -58,10 +62,10 @@ class ModelCopies(ModalScreen[None]):
         Binding("ctrl+k", "remove", show=False),
     ]
 
-    def __init__(self, client: CopyClient, config: Config, *, read_only: bool, push: str | None = None) -> None:
-        """`push`: what is brought onto the nodes at once."""
+    def __init__(self, client: CopyClient, config: Config, *, read_only: bool) -> None:
         super().__init__()
-        self._client, self._config, self._read_only, self._pushed = client, config, read_only, push
+        self._client, self._config, self._read_only = client, config, read_only
+        self._pushed: str | None = None
         self._copies: list[tuple[NodeCopies, NodeCopy]] = []
         self._notes: dict[str, str] = {}
         """By node, or "" for all."""
@@ -79,9 +83,18 @@ class ModelCopies(ModalScreen[None]):
     def on_mount(self) -> None:
         self.query_one(Input).display = False
         self.query_one(_Rows).focus()
+        self._begin()
+
+    def open(self, config: Config, push: str | None) -> None:
+        """Show the copies of its nodes; `push`: what is brought onto them at once."""
+        self._config, self._pushed = config, push
+        if self.is_mounted:
+            self._begin()
+
+    def _begin(self) -> None:
         if self._pushed is not None:
             self._start("a copy", self._push(self._pushed))
-        else:
+        elif not self._busy:
             self.action_ask()
 
     def action_leave(self) -> None:
@@ -93,7 +106,7 @@ class ModelCopies(ModalScreen[None]):
             self.dismiss(None)
 
     def action_ask(self) -> None:
-        self._start("the listing", self._list())
+        self._start(_LISTING, self._list())
 
     def action_change(self, what: str) -> None:
         """Push, pull or verify the copy under the cursor."""
@@ -152,7 +165,9 @@ class ModelCopies(ModalScreen[None]):
         except ENGINE_ERRORS as error:
             self._note(str(error))
         finally:
-            self._busy = ""
+            what, self._busy = self._busy, ""
+            if what != _LISTING and not self.is_current:
+                self.notify(f"7: {what} has ended: {self._notes.get('', '')}", markup=False)
 
     async def _list(self) -> None:
         self._note("asking the nodes")
