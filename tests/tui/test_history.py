@@ -18,13 +18,13 @@ from engine.run.series.reader import RunSeries
 from engine.snapshots import Deletion, ResultFile, RunResult, RunSnapshot, TrainedFile
 from engine.store.layout import RunDir
 from tests.tui import fake_engine
-from tests.tui.conftest import SIZE, Console, opened
+from tests.tui.conftest import SIZE, WIDE, Console, opened
 from tests.tui.fake_engine import NOW, FakeEngine
 from tests.unit.run.run_maker import report
 from tui.glyphs import Glyphs
 from tui.state import DeckState
 from tui.widgets import history_pane
-from tui.widgets.chart import View, draw, read_picture
+from tui.widgets.chart import Chart, View, draw, read_picture
 from tui.widgets.compare_pane import ComparePane, JointSeries, table_lines
 from tui.widgets.history_pane import cells
 from tui.widgets.pane import RowList
@@ -128,6 +128,13 @@ async def test_enter_describes_a_run_and_enter_again_opens_it(runs: FakeEngine, 
         await console.until(lambda: console.app.state.view == "dashboard", "the run")
         await console.until(lambda: console.app.state.snapshot is not None, "the run")
         assert console.app.state.snapshot is not None and console.app.state.snapshot.record.id == ABORTED
+
+
+async def test_the_curve_of_a_described_run_has_the_height_that_its_description_leaves(runs: FakeEngine) -> None:
+    async with opened(runs, size=WIDE) as console:
+        await console.press("5", "G", "enter")
+        await console.shows("── train")
+        assert console.app.deck.history.query_one(Chart).size.height > WIDE[1] / 2
 
 
 async def test_a_run_that_left_a_checkpoint_alone_is_described_with_the_commands_that_take_it(fake: FakeEngine) -> None:

@@ -187,6 +187,7 @@ class HistoryPane(Pane):
         shown = self._described if alone else None
         curve = shown is not None and shown.record.id == self.selected and bool(shown.series.train or shown.series.val)
         self.query_one(Chart).display = curve
+        self.set_class(curve, "-charted")
         if not self._runs:
             filtered = self.filter and state.runs
             none = (
