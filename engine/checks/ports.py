@@ -80,9 +80,11 @@ async def check_address(context: CheckContext, host: str, port: int) -> None:
         if (why := next(iter(named.problems), None)) is not None:
             todo = f"name an address of {node.name}, or 0.0.0.0 for all that it has"
             raise InputError(f"{node.name} cannot listen on {host}", why=why, todo=todo)
+        if port == 0:
+            return
         held = await context.probe(node, "ports", endpoint, result_type=PortHolders, timeout_s=_LIMIT_S)
         # One that nobody is seen to hold may be forbidden: the server says why.
-        if port and (who := next(iter(held.ports), None)) is not None and who.pid is not None:
+        if (who := next(iter(held.ports), None)) is not None and who.pid is not None:
             why, todo = describe_held(node, {endpoint: who}), "--port names another one, 0 a free one"
             raise InputError(f"{node.name} cannot listen on port {port}", why=why, todo=todo)
 

@@ -118,7 +118,9 @@ def data_and_subset(text: str) -> tuple[str, str | None]:
 
 def answer_form(key: str, text: str) -> str | None:
     """A description of what is accepted as `model` or `data`, in which a subset may follow; None if the text is."""
-    name, subset = data_and_subset(text) if key == "data" else (text, None)
+    if key == "model":
+        return path_form(text)
+    name, subset = data_and_subset(text)
     return data_form(name) or (subset_form(subset) if subset is not None else None)
 
 

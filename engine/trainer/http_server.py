@@ -12,6 +12,7 @@ import http.client
 import io
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -58,7 +59,8 @@ _RECENT_S = 5.0
 _POLL_S = 0.2
 _CLIENT_LIMIT_S = 60.0
 """For a client to send its request, or to take what is sent to it."""
-_BODY_BYTES = 1 << 20
+_LENGTH = re.compile(r"[0-9]{1,8}")
+_UNREAD_BYTES = 1 << 20
 _PREFILL_TOKENS = 512
 """A prompt is computed by so many. Until they are, nothing shows that the server goes on: mlx-lm's 2,048 took so long
 after some thousand others that it was taken for hung."""
@@ -340,10 +342,10 @@ class Handler(APIHandler):  # type: ignore[misc]
     def _read_body(self) -> bytes:
         """That of a request that mlx-lm takes: it answers others as OpenAI's clients do not understand. Raises
         RequestRefused."""
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            raise RequestRefused("Content-Length must be the number of bytes that follow")
-        body = self.rfile.read(int(length))
+        length = self._body_bytes()
+        if length is None:
+            raise RequestRefused("Content-Length must be the number of bytes that follow, below 100 million")
+        body = self.rfile.read(length)
         try:
             document = json.loads(body.decode())
         except (ValueError, RecursionError) as error:
@@ -351,6 +353,11 @@ class Handler(APIHandler):  # type: ignore[misc]
         if not isinstance(document, dict):
             raise RequestRefused("the request must be an object of JSON")
         return body
+
+    def _body_bytes(self) -> int | None:
+        """None where that is not told, or is more than a request may have."""
+        length = self.headers.get("Content-Length", "")
+        return int(length) if _LENGTH.fullmatch(length) else None
 
     def do_GET(self) -> None:  # noqa: N802
         if self.path == "/health" or self._authorized():
@@ -423,8 +430,7 @@ class Handler(APIHandler):  # type: ignore[misc]
         if self._token is None or hmac.compare_digest(given.encode(), self._token.encode()):
             return True
         # A connection that is closed with something unread is reset, and the client never sees why.
-        length = self.headers.get("Content-Length", "")
-        self.rfile.read(min(int(length), _BODY_BYTES) if length.isdecimal() else 0)
+        self.rfile.read(min(self._body_bytes() or 0, _UNREAD_BYTES))
         self._refuse(401, "the token of this server is missing or wrong", "invalid_api_key")
         return False
 

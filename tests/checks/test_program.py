@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from engine.checks import program as check
 from engine.config.models import Config
 from engine.errors import InputError
 from engine.models import CheckStatus
+from engine.node.probes import files
 from engine.node.processes import abandoned_locks, find_program
 from tests.checks.conftest import run_check
 
@@ -72,6 +75,20 @@ async def test_a_python_script_that_is_no_program_is_named_with_the_command_that
     result = await run_check(check.run, with_command(config, *command))
     assert result.status is CheckStatus.FAIL
     assert f"{tmp_path / 'mine.py'} is no program by itself: write command = {fix}" in result.summary
+
+
+def test_of_a_python_script_that_cannot_be_read_only_the_permission_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / "mine.py").write_text("#!/bin/sh\n")
+    monkeypatch.setattr(Path, "open", refuse)
+    refused = files._program(tmp_path, sys.executable, [], "./mine.py")
+    assert refused["fault"] == f"{tmp_path / 'mine.py'} may not be executed"
+    (tmp_path / "mine.py").chmod(0o700)
+    assert files._program(tmp_path, sys.executable, [], "./mine.py")["fault"] is None
 
 
 @pytest.mark.needs("linux")

@@ -4,6 +4,7 @@ two."""
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import socket
 import threading
@@ -237,13 +238,23 @@ def test_what_one_client_sends_ends_no_answer_of_another(trained: Trained, tmp_p
         assert next(other).choices[0].text and client.completions.create(**asked).choices[0].text
 
 
-@pytest.mark.parametrize("body", [b"{", b"", b"[1]", b"5", b'"a"', b"\xff", "{}".encode("utf-16"), b"[" * 100_000])
-def test_what_is_no_object_of_json_is_refused_as_openai_does(body: bytes, trained: Trained, tmp_path: Path) -> None:
+def test_what_is_no_object_of_json_is_refused_as_openai_does(trained: Trained, tmp_path: Path) -> None:
+    bodies = (b"{", b"", b"[1]", b"5", b'"a"', b"\xff", "{}".encode("utf-16"), b"[" * 100_000)
     with served(tmp_path, trained) as server:
-        for path in ("completions", "chat/completions"):
-            reply = httpx.post(f"{server.address}/{path}", content=body, timeout=60, trust_env=False)
-            assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
-            assert "JSON" in reply.json()["error"]["message"]
+
+        def refusal(body: bytes, path: str = "completions", length: str | None = None) -> str:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            connection.request("POST", f"/v1/{path}", body, {"Content-Length": length or str(len(body))})
+            reply = connection.getresponse()
+            assert reply.status == 400
+            error = json.loads(reply.read())["error"]
+            assert error["type"] == "invalid_request_error"
+            return str(error["message"])
+
+        for body in bodies:
+            assert all("JSON" in refusal(body, path) for path in ("completions", "chat/completions")), body
+        for length in ("9" * 5_000, "100000000", "-1", "²"):
+            assert "Content-Length must be" in refusal(b"", length=length)
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(1, {}), (1, {"seed": 1}), pytest.param(2, {}, marks=pytest.mark.slow)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.draft import DraftJob, DraftNode, draft, find_job, unique_names, write_draft
+from engine.config.draft import DraftJob, DraftNode, answer_form, draft, find_job, unique_names, write_draft
 from engine.config.load import load_config
 from engine.errors import InputError, StateError
 from engine.security.identifiers import is_identifier
@@ -129,3 +129,9 @@ def test_a_file_is_written_whole_and_none_is_written_over(tmp_path: Path) -> Non
     with pytest.raises(StateError):
         write_draft(tmp_path / "no" / "such" / "folder.toml", "x")
     assert [file.name for file in tmp_path.iterdir()] == ["flightdeck.toml"]
+
+
+def test_a_model_is_judged_as_the_configuration_does_and_only_data_has_a_prefix() -> None:
+    assert answer_form("model", "hf:") is None and "org/set" in str(answer_form("data", "hf:"))
+    assert answer_form("data", "hf:org/set main") is None
+    assert all("without .." in str(answer_form(key, "../m")) for key in ("model", "data"))

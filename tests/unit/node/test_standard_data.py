@@ -469,7 +469,7 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "q.jsonl",
         jsonl([{"text": 1}]),
         {"valid": 0},
-        'no key whose value is a text: {"text": 1}',
+        "no key whose value is a text: it has text",
     ),
     "messages by another name": (
         "q.jsonl",
