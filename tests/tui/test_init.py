@@ -62,6 +62,13 @@ def test_the_job_is_given_by_options_and_nothing_is_asked(folder: Path) -> None:
     assert (job.model, job.data, job.fine_tune_type, job.mlx_lm["iters"]) == ("org/m", "~/d", "full", 5)
 
 
+@pytest.mark.parametrize(("option", "text"), [("model", "../m"), ("data", "hf:")])
+def test_what_cannot_be_a_model_or_data_is_refused_before_a_host_is_asked(folder: Path, option: str, text: str) -> None:
+    done = init(folder, "nobody@no.such.host.invalid", f"--{option}", text, "--yes")
+    assert (done.code, done.err.startswith(f"flightdeck: --{option} '{text}': expected ")) == (2, True)
+    assert "no.such.host" not in done.err
+
+
 def test_a_file_in_the_way_is_left_alone_unless_forced(folder: Path) -> None:
     (folder / "flightdeck.toml").write_text("mine")
     refused = init(folder, "127.0.0.1")

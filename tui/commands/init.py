@@ -28,9 +28,10 @@ from engine.api import (
     hosts_from_hostfile,
     hosts_from_names,
     is_beside,
+    safe_repr,
     write_draft,
 )
-from engine.errors import plural
+from engine.errors import InputError, plural
 from tui.commands.terminal import DEFAULT_FILE, Lines, agreed_to, agreed_to_key, is_person, print_json
 from tui.formatting import table
 
@@ -45,6 +46,9 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
     target: Path = options.output or DEFAULT_FILE
     if target != _STDOUT:
         check_target(target, force=options.force)
+    for key, text in (("model", options.model), ("data", options.data)):
+        if text and (accepted := answer_form(key, text)):
+            raise InputError(f"--{key} {safe_repr(text)}", why=f"expected {accepted}")
     progress = Lines(sys.stderr)
     hostfile = hosts_from_hostfile(options.hostfile) if options.hostfile else None
     hosts = hostfile.hosts if hostfile else _choose(options, engine, progress)
