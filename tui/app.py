@@ -369,7 +369,15 @@ class FlightDeckApp(App[None]):
             self.set_class(self.state.glyphs.ascii, "-ascii")
             self.client.stop_telemetry()
             self._request(self.client.probe())
+            self._request(self._compare_with_run())
             self._update_telemetry()
+
+    async def _compare_with_run(self) -> None:
+        """Look whether the configuration differs from that of the shown run."""
+        run, config = self._shown, self.state.config
+        differs = run is not None and config is not None and await self.client.differs(run, config)
+        if (run, config) == (self._shown, self.state.config):
+            self.store.change(differs=differs)
 
     def on_engine_failed(self, message: EngineFailed) -> None:
         """The faults go to the terminal, one line each, where they can be read beside the file."""
@@ -405,7 +413,7 @@ class FlightDeckApp(App[None]):
                 new = (run for run in message.runs if run.id not in before and not run.state.ended)
                 started = next((run for run in new if (run.task, run.source) != ("serve", self._chatted)), None)
                 if started is not None and self._shown in (None, self._first) and len(self.screen_stack) == 1:
-                    self.open_run(started.id, view=self.state.view)
+                    self.open_run(started.id, view=None)
                 elif started is not None:
                     # What a person has opened stays.
                     self.say(f"{started.id} has started: 5 lists it")
@@ -424,10 +432,10 @@ class FlightDeckApp(App[None]):
         active = next((run for run in message.runs if not run.state.ended), None)
         newest = next((run for run in message.runs if run.task is None), None)
         if active is not None:
-            self.open_run(active.id, view=self.state.view)
+            self.open_run(active.id, view=None)
         elif newest is not None and newest.ended_at is not None and self.state.age_s(newest.ended_at) < RECENT_S:
             self._first = newest.id
-            self.open_run(newest.id, view=self.state.view)
+            self.open_run(newest.id, view=None)
         elif self.state.config is None and not self._asked:
             if message.runs:
                 self.deck.go("history")
@@ -455,11 +463,12 @@ class FlightDeckApp(App[None]):
 
     # The shown run
 
-    def open_run(self, run: str, *, view: str = "dashboard", back_to: str | None = None) -> None:
-        """Show a run in a view, and follow it while it is active. `back_to`: the view that esc leads to then."""
+    def open_run(self, run: str, *, view: str | None = "dashboard", back_to: str | None = None) -> None:
+        """Show a run in a view, None for the one that is open by then, and follow it while it is active. `back_to`: the
+        view that esc leads to then."""
         self._show_run(partial(self._open_run, run, view, back_to))
 
-    async def _open_run(self, run: str, view: str = "dashboard", back_to: str | None = None) -> bool:
+    async def _open_run(self, run: str, view: str | None = "dashboard", back_to: str | None = None) -> bool:
         """False when there is no such run: what is shown stays."""
         opened = await self.client.open_run(run)
         if opened is None:
@@ -471,9 +480,10 @@ class FlightDeckApp(App[None]):
         self._opened.add(run_dir.id)
         self.store.change(snapshot=snapshot, has_log=True, searching=False, back_to=back_to)
         self.poller.follow(run_dir.id)
+        self._request(self._compare_with_run())
         self.deck.logs.view.open(run_dir)
         self.deck.run_chart.open(series)
-        if self.state.view not in ("run", view):
+        if view is not None and self.state.view not in ("run", view):
             self.deck.go(view)
         return True
 
@@ -594,11 +604,12 @@ class FlightDeckApp(App[None]):
         self._confirm(dialog, lambda: self._request(self.client.change_queue("cancel", item.id)))
 
     def _launch(self, config: Config, changes: Mapping[str, Any] | None = None) -> None:
-        self._first_config = None
+        self._first_config = config
         self.store.change(edits=())
         if changes:
+            self._first_config = api.with_settings(config, changes, "settings")
             # Read again, the file must not have the former values put over it.
-            self.poller.overrides = api.with_settings(config, changes, "settings").overrides
+            self.poller.overrides = self._first_config.overrides
         self._open_started(self.client.launch_with(config, changes) if changes else self.client.launch(config))
 
     def _ask_settings(self, config: Config) -> None:

@@ -557,6 +557,12 @@ class EngineClient:
     async def configuration(self, run: str) -> Config | None:
         return await self._read("run again", partial(self.engine.launches.configuration, run))
 
+    async def differs(self, run: str, config: Config) -> bool:
+        """The configuration is another than the run's; False also where the run has none that can be read."""
+        with contextlib.suppress(*ENGINE_ERRORS):
+            return bool(await asyncio.to_thread(self.engine.launches.differences, run, config))
+        return False
+
     async def read_run(self, run: str) -> RunSnapshot | None:
         return await self._read("reading the run", lambda: self.engine.runs.watch(run).poll())
 

@@ -75,6 +75,8 @@ class DeckState:
     """A person is asked whether the configuration may run what it names."""
     edits: tuple[str, ...] = ()
     """Its keys that were changed since the console read it first, or since the last launch."""
+    differs: bool = False
+    """It is another than the shown run's."""
     facts: Mapping[str, NodeFacts] = field(default_factory=dict)
     """By node; at the start those that the store has, with their age."""
     probing: bool = False

@@ -23,9 +23,9 @@ from engine.checks.runner import make_training_plan, validate_skip
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.host_locks import shared_hosts
 from engine.cluster.probe_results import InputsReport
-from engine.config.edit import with_settings, write_settings
+from engine.config.edit import changed_keys, with_settings, write_settings
 from engine.config.mlx_lm_keys import with_defaults
-from engine.config.models import ClusterConfig, Config, JobConfig
+from engine.config.models import ClusterConfig, Config, JobConfig, select_nodes
 from engine.config.overrides import Settings
 from engine.errors import InputError, InputsChanged, StateError
 from engine.models import NodeFacts, RunRecord
@@ -133,6 +133,14 @@ class LaunchesApi:
     def configuration(self, run: str) -> Config:
         """That of a run, as it was launched first. Raises RunNotFound, InputError, StateError."""
         return read_plan(self._runs.find_trained(run).plan).config
+
+    def differences(self, run: str, config: Config) -> list[str]:
+        """The keys with another value than a run was launched with; nodes that its calibration left out do not count.
+        Raises as `configuration`."""
+        plan = read_plan(self._runs.find_trained(run).plan)
+        left_out = plan.division.left_out if plan.division is not None else ()
+        kept = [node.name for node in config.nodes if node.name not in left_out]
+        return changed_keys(plan.config, select_nodes(config, kept) if left_out else config)
 
     async def repeat(self, run: str, settings: Settings, *, accept_changed: bool = False) -> RunRecord:
         """Launch the configuration of a run that has ended again, with other settings where some are given; else also

@@ -12,7 +12,7 @@ _READS: Final[dict[str, Collection[str]]] = {
     "nodes": ("is_accepted", "programs", "last_facts", "probe_each", "telemetry", "topology", "network_plan"),
     "runs": ("all", "find", "watch", "series"),
     "comparisons": ("compare",),
-    "launches": ("plan",),
+    "launches": ("plan", "differences"),
     "queue": ("snapshot",),
     "models": ("list",),
     "calibrations": ("latest", "latest_scaling", "predict"),

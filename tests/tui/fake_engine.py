@@ -24,6 +24,7 @@ from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_names
 from engine.cluster.probe_results import JsonlSummary, ShownRow
 from engine.cluster.topology import topology
 from engine.cluster.transport.base import Completed
+from engine.config.edit import changed_keys
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import FlightDeckError, InputError, InputsChanged, RunNotFound
@@ -916,6 +917,10 @@ class FakeEngine:
     def configuration(self, run: str) -> Config:
         config = configuration()
         return config.model_copy(update={"job": whole_job(config.job)})
+
+    def differences(self, run: str, config: Config) -> list[str]:
+        """From the one that was launched last."""
+        return changed_keys(self.launched[-1], config) if self.launched else []
 
     def write_settings(self, config: Config, changes: Mapping[str, Any]) -> None:
         self.written.append(dict(changes))

@@ -114,7 +114,7 @@ LEFT = {
     *("close", "load_config", "load_grid", "notify", "report_damage", "queue.snapshot", "models.list"),
     *("nodes.is_accepted", "nodes.programs", "nodes.last_facts", "nodes.probe_each", "nodes.telemetry"),
     *("nodes.topology", "nodes.network_plan", "runs.all", "runs.find", "runs.watch", "runs.series"),
-    *("comparisons.compare", "launches.plan"),
+    *("comparisons.compare", "launches.differences", "launches.plan"),
     *("calibrations.latest", "calibrations.latest_scaling", "calibrations.predict"),
 }
 """The engine's public names that a console which only reads may use."""

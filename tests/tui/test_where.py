@@ -12,6 +12,7 @@ from engine.api import Engine
 from engine.config.load import load_config
 from engine.models import RunState
 from engine.snapshots import RunSnapshot, Series
+from engine.store.layout import RunDir
 from tests.tui import fake_engine
 from tests.tui.conftest import SIZE, SMALL, Console, opened
 from tests.tui.fake_engine import NOW, FakeEngine, configuration
@@ -39,15 +40,38 @@ async def test_it_is_shown_in_the_view_that_was_opened_while_the_engine_was_load
     loads = threading.Event()
 
     def engine() -> Engine:
-        loads.wait()
+        loads.wait(30)
         return fake.engine
 
     app = FlightDeckApp(engine, configuration(), clock=lambda: NOW)
     async with app.run_test(size=SMALL) as pilot:
-        await pilot.press("5")
-        loads.set()
+        try:
+            await pilot.press("5")
+        finally:
+            loads.set()
         await Console(app, pilot).until(lambda: app.state.snapshot is not None, "the run")
         assert app.state.view == "history"
+
+
+async def test_it_is_shown_in_the_view_that_was_opened_while_it_was_read(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, goes_on, find = threading.Event(), threading.Event(), fake.add(fake_engine.failed()).find
+
+    def slow(run: str) -> RunDir:
+        asked.set()
+        goes_on.wait(30)
+        return find(run)
+
+    monkeypatch.setattr(fake, "find", slow)
+    async with opened(fake, size=SMALL) as console:
+        try:
+            await console.until(asked.is_set, "the reading")
+            await console.press("5")
+        finally:
+            goes_on.set()
+        await console.until(lambda: console.app.state.snapshot is not None, "the run")
+        assert console.app.state.view == "history"
 
 
 async def test_a_run_of_the_day_before_is_not(fake: FakeEngine) -> None:

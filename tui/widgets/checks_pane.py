@@ -108,15 +108,15 @@ def _note(state: DeckState) -> str:
     """Above the checks, or in their place."""
     if not state.shown_checks:
         return state.unconfigured
-    if not state.checks_of_run or not state.edits:
+    if not state.checks_of_run or not state.differs:
         return ""
-    return "the file was edited since" + (state.key(": r here checks it") if state.running is None else "")
+    return "the configuration is another now" + (state.key(": r here checks it") if state.running is None else "")
 
 
 def verdict(state: DeckState) -> str:
     """The whole preflight, for the title: also whose it is, where the next launch has not been checked."""
-    ended_or_edited = state.checks_of_run and (not state.active or state.edits)
-    return ("of the run: " if ended_or_edited else "") + _verdict(state)
+    of_run = state.checks_of_run and (not state.active or state.differs)
+    return ("of the run: " if of_run else "") + _verdict(state)
 
 
 def _verdict(state: DeckState) -> str:

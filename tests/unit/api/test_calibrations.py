@@ -82,6 +82,15 @@ def test_a_node_that_finished_nothing_is_left_out_of_the_launch(tmp_path: Path) 
     assert (plan.nodes, plan.division.parts) == (("a", "c"), {"a": 0.8, "c": 0.2})
 
 
+def test_a_configuration_differs_from_a_run_by_its_keys_and_not_by_a_node_that_was_left_out(tmp_path: Path) -> None:
+    engine, deck = calibrated(tmp_path, {"a": 4.0, "b": 0.0, "c": 1.0}), config(NAMES)
+    run = engine.launches.make(deck, ()).id
+    assert engine.launches.differences(run, deck) == []
+    edited = deck.model_copy(update={"job": deck.job.model_copy(update={"mlx_lm": {"iters": 7}})})
+    assert "iters" in " ".join(engine.launches.differences(run, edited))
+    assert engine.launches.differences(run, config(["a", "b"])) != []
+
+
 def test_when_none_is_left_nothing_is_launched(tmp_path: Path) -> None:
     engine = calibrated(tmp_path, {"a": 0.0, "b": 0.0, "c": 0.0})
     with pytest.raises(InputError, match="no node has any throughput"):
