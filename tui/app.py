@@ -1117,12 +1117,14 @@ class FlightDeckApp(App[None]):
         self.action_command_palette()
 
     def do_quit(self) -> None:
-        """Leave the console; runs go on, and a line on the terminal names them."""
+        """Leave the console; runs go on, and a line on the terminal names them, as one does a copy, which does not."""
         running = [run.id for run in self.state.listed.active]
         if self.state.active and self.state.snapshot is not None and self.state.snapshot.record.id not in running:
             running.insert(0, self.state.snapshot.record.id)
-        text = f"{', '.join(running)} goes on; flightdeck shows it again, flightdeck abort stops it"
-        self.exit(message=Text(text) if running else None)
+        lines = [f"{', '.join(running)} goes on; flightdeck shows it again, flightdeck abort stops it"] * bool(running)
+        if self.is_screen_installed("copies") and (begun := self.get_screen("copies", ModelCopies).begun):
+            lines.append(f"{begun} ended with the console, before it was done; flightdeck models shows what is there")
+        self.exit(message=Text("\n".join(lines)) if lines else None)
 
     async def action_quit(self) -> None:
         self.do_quit()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.api import Config, NodeCopies, NodeCopy
+from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus
 from engine.snapshots import CopyProgress
 from tests.tui import macs
@@ -105,6 +106,74 @@ async def test_its_number_keys_lead_to_the_other_views_and_a_copy_goes_on_meanwh
             assert console.on_deck and console.app.state.view == "preflight"
         goes_on.set()
         await console.until(lambda: "7: a copy has ended: copied and verified" in console.notifications)
+
+
+async def test_rows_of_one_file_are_not_acted_on_by_another(
+    fake: FakeEngine, models: FakeModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, listed = asyncio.Event(), list[str]()
+
+    async def slow(config: Config) -> list[NodeCopies]:
+        names = [node.name for node in config.nodes]
+        while len(names) == 3 and not answers.is_set():
+            await asyncio.sleep(0.01)
+        listed.append(", ".join(names))
+        return [NodeCopies(node=name, cache="/hub", free_bytes=1, copies=(TINY,)) for name in names]
+
+    monkeypatch.setattr(models, "list", slow)
+    async with opened(fake, config=macs.configuration(2)) as console:
+        await console.press("7")
+        await console.shows("org/tiny")
+        await console.press("escape")
+        console.app.store.change(config=macs.configuration(3))
+        await console.press("7")
+        await console.shows("asking the nodes")
+        assert "org/tiny" not in console.screen
+        await console.press("ctrl+k")
+        await console.shows("nothing is selected")
+        await console.press("escape")
+        console.app.store.change(config=macs.configuration(1))
+        await console.press("7")
+        answers.set()
+        await console.shows("org/tiny")
+        assert console.screen.count("org/tiny") == 1, f"of all that were asked: {listed}"
+
+
+async def test_c_stops_a_copy_and_a_failed_one_is_an_error(
+    fake: FakeEngine, models: FakeModels, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends, stopped = asyncio.Event(), list[str]()
+
+    async def slow(config: Config, name: str) -> AsyncIterator[CopyProgress]:
+        try:
+            yield CopyProgress("max", 1_000_000_000, 4_000_000_000)
+            while not ends.is_set():
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            stopped.append(name)
+            raise
+        raise InputError("no space left")
+
+    monkeypatch.setattr(models, "push", slow)
+    async with opened(fake, config=macs.configuration(2), size=SMALL) as console:
+        await console.press("7")
+        await console.shows("max: it does not answer")
+        await console.press("p", "p")
+        await console.shows("a copy is under way: c stops it")
+        await console.press("c")
+        await console.shows("a copy was stopped")
+        await console.until(lambda: stopped == ["org/tiny"], "the end of the push")
+        await console.press("p", "escape")
+        ends.set()
+        await console.until(lambda: "7: a copy has failed: no space left" in console.notifications)
+        assert [one.severity for one in console.app._notifications][-1] == "error"
+        ends.clear()
+        await console.press("7")
+        await console.shows("max: it does not answer")
+        await console.press("p")
+        await console.shows("c stop ")
+        await console.press("escape", "q")
+    assert "a copy ended with the console, before it was done" in " ".join(capsys.readouterr().err.split())
 
 
 async def test_at_80_columns_an_incomplete_copy_leaves_every_row_its_name_revision_and_size(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tomllib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from engine.api import Config, DataInspection, EnvironmentPlan
 from engine.snapshots import CopyProgress
 from tests.tui.conftest import SMALL, Console, opened
-from tests.tui.fake_engine import FINGERPRINT, NOW, FakeEngine
+from tests.tui.fake_engine import FINGERPRINT, NOW, FakeEngine, FakeSetup
 from tui.app import FlightDeckApp
 from tui.screens.setup import Setup, _inspected
 
@@ -150,6 +151,41 @@ async def test_data_that_cannot_be_trained_on_is_not_passed_over(fake: FakeEngin
         assert screen(console).step.name == "data"
         await console.press("enter")
         await at(console, "method")
+
+
+async def test_data_that_is_still_being_read_is_not_passed_over(
+    fake: FakeEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bad.csv", "worse-bad.csv"):
+        (folder / name).write_text("a,b,c\n1,2,3\n")
+    inspect, read = FakeSetup.inspect, asyncio.Event()
+
+    async def slow(self: FakeSetup, config: Config, *, shown: int) -> DataInspection:
+        while config.job.data == "bad.csv" and not read.is_set():
+            await asyncio.sleep(0.01)
+        return await inspect(self, config, shown=shown)
+
+    monkeypatch.setattr(FakeSetup, "inspect", slow)
+    async with opened(fake, config=None, size=SMALL) as console:
+        await console.press("i")
+        await answered(console)
+        await console.press("enter", "y")
+        await at(console, "model")
+        await console.press(*"m", "enter")
+        await at(console, "data")
+        while screen(console).typed != "bad.csv":
+            await console.press("down")
+        await console.shows("reading bad.csv")
+        await console.press("enter")
+        assert screen(console).step.name == "data"
+        read.set()
+        await console.shows("it cannot be trained on as it is")
+        while screen(console).typed != "worse-bad.csv":
+            await console.press("down")
+        await console.shows("line 1 has no text")
+        await console.press("ctrl+a", "ctrl+k", "enter")
+        await console.shows("choose one, or type it")
+        assert "it cannot be trained on as it is" not in console.screen
 
 
 async def test_a_key_that_comes_before_the_engine_waits_for_it(fake: FakeEngine, folder: Path) -> None:

@@ -3,6 +3,7 @@ does."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
@@ -13,6 +14,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
+from textual.worker import Worker
 
 from tui.formatting import copy_text, shortened, size
 from tui.glyphs import MUTED
@@ -31,6 +33,7 @@ _FRAME: Final = 8
 _LABEL: Final = 20
 """Cells of a name that no state takes."""
 _LISTING: Final = "the listing"
+_REMOVAL: Final = "a removal"
 _KEYS = "p push · g pull · v verify · n name · ctrl+k remove · r again · esc back"
 
 
@@ -55,6 +58,7 @@ class ModelCopies(ModalScreen[str]):
         Binding("escape,7", "leave", show=False),
         Binding("q", "dismiss(None)", show=False),
         Binding("r", "ask", show=False),
+        Binding("c", "stop", show=False),
         Binding("p", "change('push')", show=False),
         Binding("g", "change('pull')", show=False),
         Binding("v", "change('verify')", show=False),
@@ -71,11 +75,16 @@ class ModelCopies(ModalScreen[str]):
         """By node, or "" for all."""
         self._busy = ""
         """The request that is under way."""
+        self._worker: Worker[None] | None = None
+
+    @property
+    def begun(self) -> str:
+        """The request that goes on also where the view is left, and ends with the console; else empty."""
+        return "" if self._busy == _LISTING else self._busy
 
     def compose(self) -> ComposeResult:
         with Vertical(id="copies") as box:
             box.border_title = "7 models and data sets"
-            box.border_subtitle = "r again · esc back" if self._read_only else _KEYS
             yield _Rows(id="copies-rows", markup=False)
             yield Input(placeholder="org/name of the Hub, hf:org/name or a folder of this machine", id="copies-name")
             yield Static(id="copies-notes", markup=False)
@@ -87,7 +96,10 @@ class ModelCopies(ModalScreen[str]):
 
     def open(self, config: Config, push: str | None) -> None:
         """Show the copies of its nodes; `push`: what is brought onto them at once."""
-        self._config, self._pushed = config, push
+        others, self._config, self._pushed = config.nodes != self._config.nodes, config, push
+        if others:
+            # A key on one of these rows would reach a node of the same name.
+            self._show_rows([])
         if self.is_mounted:
             self._begin()
 
@@ -133,11 +145,11 @@ class ModelCopies(ModalScreen[str]):
     def action_remove(self) -> None:
         if (chosen := self._chosen()) is None:
             return
-        node, label = chosen[0].node, chosen[1].label
+        node, label, config = chosen[0].node, chosen[1].label, self._config
 
         def answered(go: str | None) -> None:
             if go:
-                self._start("a removal", self._remove(label, node))
+                self._start(_REMOVAL, self._remove(config, label, node))
 
         back = "a launch that pushes it" if label.startswith("hf:pushed/") else f"push {label}"
         lines = [pair("on", node, 60), pair("frees", size(chosen[1].bytes), 60), pair("back by", back, 60)]
@@ -154,33 +166,53 @@ class ModelCopies(ModalScreen[str]):
     def _start(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         if self._busy:
             work.close()
-            self._note(f"{self._busy} is under way")
+            self._note(f"{self._busy} is under way{': c stops it' * (self._busy != _REMOVAL)}")
         else:
             self._busy, self._notes = what, {}
-            self.run_worker(self._finish(work))
+            self._worker = self.run_worker(self._finish(work))
+
+    def action_stop(self) -> None:
+        """A removal goes on: its node has begun it."""
+        if self._worker is not None and self._busy != _REMOVAL:
+            self._worker.cancel()
 
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        how, severity = "has ended", "information"
         try:
             await work
         except ENGINE_ERRORS as error:
+            how, severity = "has failed", "error"
             self._note(str(error))
+        except asyncio.CancelledError:
+            self._note(f"{self._busy} was stopped")
+            raise
         finally:
-            what, self._busy = self._busy, ""
-            if what != _LISTING and not self.is_current:
-                self.notify(f"7: {what} has ended: {self._notes.get('', '')}", markup=False)
+            begun, self._busy = self.begun, ""
+            self._draw_notes()
+            if begun and not self.is_current:
+                text = f"7: {begun} {how}: {self._notes.get('', '')}"
+                self.notify(text, severity=severity, markup=False)  # type: ignore[arg-type]
 
     async def _list(self) -> None:
         self._note("asking the nodes")
-        nodes = await self._client.call(lambda: self._client.engine.models.list(self._config))
-        self._copies = [(node, copy) for node in nodes for copy in node.copies]
-        rows, place = self.query_one(_Rows), self.query_one(_Rows).highlighted
-        rows.clear_options()
-        rows.add_options(_rows(self._copies, self.app.size.width - _FRAME))
-        rows.highlighted = min(place or 0, len(self._copies) - 1) if self._copies else None
+        config = self._config
+        nodes = await self._client.call(lambda: self._client.engine.models.list(config))
+        if config.nodes != self._config.nodes:
+            await self._list()
+            return
+        self._show_rows([(node, copy) for node in nodes for copy in node.copies])
         self._note("" if self._copies else "no node has a model or data set in its cache or a folder of models")
         for node in nodes:
             free = f"{size(node.free_bytes)} free in {node.cache}{', HF_HUB_OFFLINE is set' * node.offline}"
             self._note(f"{node.node}: {node.problem or free}", node.node)
+
+    def _show_rows(self, copies: list[tuple[NodeCopies, NodeCopy]]) -> None:
+        self._copies = copies
+        for rows in self.query(_Rows):
+            place = rows.highlighted
+            rows.clear_options()
+            rows.add_options(_rows(copies, self.app.size.width - _FRAME))
+            rows.highlighted = min(place or 0, len(copies) - 1) if copies else None
 
     async def _push(self, name: str) -> None:
         await self._copy(lambda: self._client.engine.models.push(self._config, name))
@@ -204,8 +236,8 @@ class ModelCopies(ModalScreen[str]):
             self._note(f"{node}: {text}", node)
         self._note(f"verified: {name}")
 
-    async def _remove(self, name: str, node: str) -> None:
-        freed = await self._client.call(lambda: self._client.engine.models.remove(self._config, name, node))
+    async def _remove(self, config: Config, name: str, node: str) -> None:
+        freed = await self._client.call(lambda: self._client.engine.models.remove(config, name, node))
         await self._list()
         self._note(f"{node}: {name} is removed, {size(freed)} are free again")
 
@@ -225,6 +257,9 @@ class ModelCopies(ModalScreen[str]):
         lines = [Content.styled(line, MUTED) for line in (*faults, *self._notes.values()) if line]
         for notes in self.query("#copies-notes").results(Static):
             notes.update(Content("\n").join(lines))
+        keys = "r again · esc back" if self._read_only else _KEYS
+        for box in self.query("#copies"):
+            box.border_subtitle = keys if self.begun in ("", _REMOVAL) else "c stop · esc back"
 
 
 def _rows(copies: Sequence[tuple[NodeCopies, NodeCopy]], width: int) -> list[Content]:

@@ -322,21 +322,27 @@ class _Data(_Named):
         self.setup.work(partial(self._inspect, self.rows[self.cursor]), "inspect")
 
     async def _inspect(self, name: str) -> None:
-        self._inspection = name, None
+        self._inspection = "", None
         self.setup.choose(data=name)
         self.setup.say(f"reading {name}")
-        config = await self.setup.config()
-        read = await self.client.call(lambda: self.engine.setup.inspect(config, shown=_ROWS_SHOWN))
+        try:
+            config = await self.setup.config()
+            read = await self.client.call(lambda: self.engine.setup.inspect(config, shown=_ROWS_SHOWN))
+        except ENGINE_ERRORS:
+            self._inspection = name, None
+            raise
         self._inspection = name, read
         self.setup.say("")
 
     async def leave(self) -> str | None:
         why, name = await super().leave(), self.setup.typed
         if why is None and self._inspection[0] != name:
+            # What is being read may be this.
+            self.setup.workers.cancel_group(self.setup, "inspect")
             await self._inspect(name)
             why = "these are its first rows: enter goes on with them"
-        inspection = self._inspection[1]
-        if inspection is not None and inspection.faults and self._refused != name:
+        of, inspection = self._inspection
+        if of == name and inspection is not None and inspection.faults and self._refused != name:
             self._refused = name
             return "it cannot be trained on as it is: choose another, or enter goes on and it is corrected later"
         return why
