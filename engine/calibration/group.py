@@ -113,7 +113,9 @@ def reports_of(config: Config, outcome: GroupOutcome[GroupStepReport]) -> dict[s
             output = outcome.outputs[rank]
             error = report.error if report is not None else None
             why = plain(error or (output[-1].strip() if output else "wrote no result"), 200)
-            faults.append((is_consequence(why, output), f"rank {rank} on {node.name}: {explained(why, output)}"))
+            # A rank that has reported nothing may have been ended for another's fault.
+            order = (is_consequence(why, output), error is None)
+            faults.append((order, f"rank {rank} on {node.name}: {explained(why, output)}"))
         else:
             reports[node.name] = report
     if faults:

@@ -43,6 +43,8 @@ def test_it_is_planned_before_it_is_there_and_brought_by_the_launch(
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         # Read when the library is imported, which another test may have done.
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        url = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
         asyncio.run(set_up(home, folder / "flightdeck.toml"))
         assert not any(path.endswith(".safetensors") for path in sent)
         done = flightdeck(home, "launch", "--follow", "--json", cwd=folder)

@@ -132,7 +132,8 @@ def test_a_launch_brings_the_named_model_and_the_pushed_data_onto_its_nodes(
         specs = node.disk.seen_from_head("~/.flightdeck/runs").glob("*/attempts/*/spec.json")
         assert all(str(config.data) in spec.read_text() for spec in specs), "by which it is kept"
     listed = json.loads(flightdeck(home, "models", "--json", cwd=studio).out)["nodes"]
-    assert {copy["name"] for copy in listed[0]["copies"]} == {"org/tiny", "pushed/rows"}
+    # Beside what other tests have left on the cluster.
+    assert {"org/tiny", "pushed/rows"} <= {copy["name"] for copy in listed[0]["copies"]}
     verified = flightdeck(home, "models", "verify", "hf:pushed/rows", "--json", cwd=studio)
     assert json.loads(verified.out) == {node.name: {"damaged": []} for node in (ana, bea)}
     removed = flightdeck(home, "models", "rm", "hf:pushed/rows", "--node", bea.name, "--yes", cwd=studio)

@@ -186,6 +186,7 @@ def test_an_iteration_of_all_ranks_ends_with_its_slowest() -> None:
     [
         (step_report(0, 0.4, 0.1, 1), GroupStepReport(1, error="no data"), "", "rank 1 on b: no data"),
         (step_report(0, 0.4, 0.1, 1), None, "Killed", "rank 1 on b: Killed"),
+        (None, GroupStepReport(1, error="no data"), "", "rank 1 on b: no data"),
         (GroupStepReport(0, error="PeerLost: [ring] gone"), None, "Killed", "rank 1 on b: Killed"),
         (GroupStepReport(0, error="PeerLost: [ring] gone"), step_report(1, 0.4, 0.1, 1), "", "rank 0 on a: PeerLost"),
         (
@@ -197,10 +198,10 @@ def test_an_iteration_of_all_ranks_ends_with_its_slowest() -> None:
     ],
 )
 def test_a_failed_rank_is_named_rather_than_one_that_lost_it(
-    first: GroupStepReport, second: GroupStepReport | None, message: str, fault: str
+    first: GroupStepReport | None, second: GroupStepReport | None, message: str, fault: str
 ) -> None:
     with pytest.raises(LaunchError, match=fault):
-        reports_of(config(["a", "b"]), GroupOutcome({0: first, 1: second}, {0: [], 1: [message]}, {}, ""))
+        reports_of(config(["a", "b"]), GroupOutcome({0: first, 1: second}, {0: ["loading"], 1: [message]}, {}, ""))
 
 
 def test_the_parts_of_a_measured_step_add_up_to_it_whatever_a_few_slow_ones_are() -> None:
