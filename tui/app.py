@@ -1123,7 +1123,7 @@ class FlightDeckApp(App[None]):
             running.insert(0, self.state.snapshot.record.id)
         lines = [f"{', '.join(running)} goes on; flightdeck shows it again, flightdeck abort stops it"] * bool(running)
         if self.is_screen_installed("copies") and (begun := self.get_screen("copies", ModelCopies).begun):
-            lines.append(f"{begun} ended with the console, before it was done; flightdeck models shows what is there")
+            lines.append(f"{begun} was under way; flightdeck models shows what is there")
         self.exit(message=Text("\n".join(lines)) if lines else None)
 
     async def action_quit(self) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.protocol.jsonl import listed_keys
+from engine.protocol.jsonl import listed_keys, named_keys
 
 _ROLE = ("role", "from", "speaker", "author")
 _PARTS: dict[str, tuple[str, ...]] = {
@@ -112,7 +112,7 @@ def convert(row: Row, shape: str, columns: Mapping[str, str]) -> tuple[str, Row,
         key for key, value in row.items() if isinstance(value, list) and any(type(one) is dict for one in value)
     ]
     if not strings and not dialogues:
-        raise ValueError(f"has no key whose value is a text: {listed_keys(row)}")
+        raise ValueError(f"has no key whose value is a text, among {named_keys(row)}")
     prompt, completion, *_ = *strings, "KEY", "KEY"
     example = f'messages = "{dialogues[0]}"' if dialogues else f'prompt = "{prompt}", completion = "{completion}"'
     raise ValueError(

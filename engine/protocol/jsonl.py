@@ -116,5 +116,9 @@ def half_pair(values: object, line: bytes | None = None) -> str | None:
 
 
 def listed_keys(row: Mapping[str, Any]) -> str:
+    return f"it has {named_keys(row)}"
+
+
+def named_keys(row: Mapping[str, Any]) -> str:
     shown = [json.dumps(str(key)[:40])[1:-1] for key in list(row)[:_NAMED_KEYS]]
-    return f"it has {', '.join(shown) or 'no key'}{', …' if len(row) > _NAMED_KEYS else ''}"
+    return f"{', '.join(shown) or 'no key'}{', …' if len(row) > _NAMED_KEYS else ''}"

@@ -77,18 +77,15 @@ async def test_a_python_script_that_is_no_program_is_named_with_the_command_that
     assert f"{tmp_path / 'mine.py'} is no program by itself: write command = {fix}" in result.summary
 
 
-def test_of_a_python_script_that_cannot_be_read_only_the_permission_is_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_script_that_cannot_be_read_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     (tmp_path / "mine.py").write_text("#!/bin/sh\n")
+    (tmp_path / "mine.py").chmod(0o711)
     monkeypatch.setattr(Path, "open", refuse)
-    refused = files._program(tmp_path, sys.executable, [], "./mine.py")
-    assert refused["fault"] == f"{tmp_path / 'mine.py'} may not be executed"
-    (tmp_path / "mine.py").chmod(0o700)
-    assert files._program(tmp_path, sys.executable, [], "./mine.py")["fault"] is None
+    fault = files._program(tmp_path, sys.executable, [], "./mine.py")["fault"]
+    assert fault == f"{tmp_path / 'mine.py'} may not be read: Permission denied"
 
 
 @pytest.mark.needs("linux")

@@ -191,14 +191,22 @@ async def test_an_edit_after_a_launch_is_one_of_what_was_launched(
 async def test_a_file_that_was_edited_before_a_command_launched_it_does_not_differ(
     fake: FakeEngine, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compared, differences = list[list[str]](), fake.differences
+
+    def counted(run: str, config: Config) -> list[str]:
+        compared.append(differences(run, config))
+        return compared[-1]
+
     monkeypatch.setattr(fake, "load_config", load_config)
+    monkeypatch.setattr(fake, "differences", counted)
     async with opened(fake, config=file) as console:
         file.write_text(file.read_text().replace("iters = 50", "iters = 75"))
         await console.until(lambda: bool(console.app.state.edits), "the edit")
         fake.launched.append(load_config(file))
         fake.add(fake_engine.running())
+        await console.until(lambda: bool(compared), "the comparison")
         await console.shows("2 preflight · passed")
-        assert "edited since" not in console.screen and "another now" not in console.screen
+        assert compared[-1] == [] and "another now" not in console.screen
 
 
 async def test_checks_of_a_file_that_is_edited_meanwhile_are_run_anew(

@@ -15,6 +15,7 @@ from engine.snapshots import CopyProgress
 from tests.tui import macs
 from tests.tui.conftest import SMALL, opened
 from tests.tui.fake_engine import FakeEngine
+from tui.screens.copies import ModelCopies
 
 TINY = NodeCopy(kind="model", name="org/tiny", revision="c0ffee" * 6, path="/hub/tiny", bytes=4_000_000_000, files=3)
 ROWS = NodeCopy(kind="dataset", name="org/rows", path="/hub/rows", bytes=10, files=1, missing=("train.jsonl",))
@@ -139,6 +140,44 @@ async def test_rows_of_one_file_are_not_acted_on_by_another(
         assert console.screen.count("org/tiny") == 1, f"of all that were asked: {listed}"
 
 
+async def test_nodes_of_another_file_are_asked_when_what_was_under_way_has_ended(
+    fake: FakeEngine, models: FakeModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = asyncio.Event()
+
+    async def slow(config: Config, name: str, *, dataset: bool) -> dict[str, Sequence[str] | str]:
+        while not answers.is_set():
+            await asyncio.sleep(0.01)
+        return {"ultra": ("model.safetensors",)}
+
+    monkeypatch.setattr(models, "verify", slow)
+    async with opened(fake, config=macs.configuration(2)) as console:
+        await console.press("7")
+        await console.shows("org/tiny")
+        await console.press("v")
+        await console.shows("is hashed")
+        await console.press("escape")
+        console.app.store.change(config=macs.configuration(3))
+        await console.press("7")
+        assert "4.0 GB" not in console.screen
+        answers.set()
+        await console.shows("4.0 GB")
+        await console.shows("verified: org/tiny")
+        assert "damaged: model.safetensors" in console.screen
+
+
+async def test_c_right_behind_a_key_leaves_none_under_way(fake: FakeEngine, models: FakeModels) -> None:
+    async with opened(fake, config=macs.configuration(2)) as console:
+        await console.press("7")
+        await console.shows("max: it does not answer")
+        view = console.app.get_screen("copies", ModelCopies)
+        view.action_ask()
+        await view.action_stop()
+        await console.until(lambda: view._worker is not None and view._worker.is_finished)
+        await console.press("v")
+        await console.shows("damaged: model.safetensors")
+
+
 async def test_c_stops_a_copy_and_a_failed_one_is_an_error(
     fake: FakeEngine, models: FakeModels, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +212,7 @@ async def test_c_stops_a_copy_and_a_failed_one_is_an_error(
         await console.press("p")
         await console.shows("c stop ")
         await console.press("escape", "q")
-    assert "a copy ended with the console, before it was done" in " ".join(capsys.readouterr().err.split())
+    assert "a copy was under way; flightdeck models shows what is there" in " ".join(capsys.readouterr().err.split())
 
 
 async def test_at_80_columns_an_incomplete_copy_leaves_every_row_its_name_revision_and_size(

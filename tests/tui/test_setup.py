@@ -153,8 +153,9 @@ async def test_data_that_cannot_be_trained_on_is_not_passed_over(fake: FakeEngin
         await at(console, "method")
 
 
+@pytest.mark.parametrize("moves_on", [False, True])
 async def test_data_that_is_still_being_read_is_not_passed_over(
-    fake: FakeEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+    moves_on: bool, fake: FakeEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("bad.csv", "worse-bad.csv"):
         (folder / name).write_text("a,b,c\n1,2,3\n")
@@ -178,8 +179,12 @@ async def test_data_that_is_still_being_read_is_not_passed_over(
         await console.shows("reading bad.csv")
         await console.press("enter")
         assert screen(console).step.name == "data"
+        while moves_on and screen(console).typed != "worse-bad.csv":
+            await console.press("down")
+        await console.shows("line 1 has no text" if moves_on else "reading bad.csv")
         read.set()
-        await console.shows("it cannot be trained on as it is")
+        await console.until(lambda: not screen(console)._moving)
+        assert ("it cannot be trained on as it is" in console.screen) != moves_on
         while screen(console).typed != "worse-bad.csv":
             await console.press("down")
         await console.shows("line 1 has no text")

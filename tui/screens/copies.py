@@ -23,7 +23,7 @@ from tui.state import ENGINE_ERRORS, NUMBERED
 from tui.widgets.text import Column, lay_out, pair
 
 if TYPE_CHECKING:
-    from engine.api import Config, Engine, NodeCopies, NodeCopy
+    from engine.api import Config, Engine, NodeConfig, NodeCopies, NodeCopy
     from engine.snapshots import CopyProgress
 
 Answer = TypeVar("Answer")
@@ -71,6 +71,8 @@ class ModelCopies(ModalScreen[str]):
         self._client, self._config, self._read_only = client, config, read_only
         self._pushed: str | None = None
         self._copies: list[tuple[NodeCopies, NodeCopy]] = []
+        self._asked: tuple[NodeConfig, ...] = ()
+        """The nodes of the last listing."""
         self._notes: dict[str, str] = {}
         """By node, or "" for all."""
         self._busy = ""
@@ -171,8 +173,10 @@ class ModelCopies(ModalScreen[str]):
             self._busy, self._notes = what, {}
             self._worker = self.run_worker(self._finish(work))
 
-    def action_stop(self) -> None:
+    async def action_stop(self) -> None:
         """A removal goes on: its node has begun it."""
+        # A task that is cancelled before its first step never ends what it was to do.
+        await asyncio.sleep(0)
         if self._worker is not None and self._busy != _REMOVAL:
             self._worker.cancel()
 
@@ -184,18 +188,22 @@ class ModelCopies(ModalScreen[str]):
             how, severity = "has failed", "error"
             self._note(str(error))
         except asyncio.CancelledError:
+            how = ""
             self._note(f"{self._busy} was stopped")
             raise
         finally:
             begun, self._busy = self.begun, ""
             self._draw_notes()
             if begun and not self.is_current:
-                text = f"7: {begun} {how}: {self._notes.get('', '')}"
+                text = f"7: {begun} {how}: {self._notes.get('', '')}" if how else f"7: {begun} was stopped"
                 self.notify(text, severity=severity, markup=False)  # type: ignore[arg-type]
+            if self._asked != self._config.nodes:
+                self.call_later(self._start, _LISTING, self._list_beside(dict(self._notes)))
 
     async def _list(self) -> None:
         self._note("asking the nodes")
         config = self._config
+        self._asked = config.nodes
         nodes = await self._client.call(lambda: self._client.engine.models.list(config))
         if config.nodes != self._config.nodes:
             await self._list()
@@ -205,6 +213,12 @@ class ModelCopies(ModalScreen[str]):
         for node in nodes:
             free = f"{size(node.free_bytes)} free in {node.cache}{', HF_HUB_OFFLINE is set' * node.offline}"
             self._note(f"{node.node}: {node.problem or free}", node.node)
+
+    async def _list_beside(self, ends: dict[str, str]) -> None:
+        """With the notes on what has ended."""
+        await self._list()
+        self._notes |= ends
+        self._draw_notes()
 
     def _show_rows(self, copies: list[tuple[NodeCopies, NodeCopy]]) -> None:
         self._copies = copies
@@ -223,8 +237,7 @@ class ModelCopies(ModalScreen[str]):
             async for step in steps:
                 self._note(copy_text(step), step.node)
         ends = dict(self._notes)
-        await self._list()
-        self._notes |= ends
+        await self._list_beside(ends)
         self._note("copied and verified" if ends.keys() - {""} else "nothing to copy")
 
     async def _verify(self, name: str) -> None:

@@ -331,8 +331,10 @@ class _Data(_Named):
         except ENGINE_ERRORS:
             self._inspection = name, None
             raise
-        self._inspection = name, read
-        self.setup.say("")
+        # Another may have been chosen meanwhile.
+        if self.setup.typed == name:
+            self._inspection = name, read
+            self.setup.say("")
 
     async def leave(self) -> str | None:
         why, name = await super().leave(), self.setup.typed
@@ -340,6 +342,8 @@ class _Data(_Named):
             # What is being read may be this.
             self.setup.workers.cancel_group(self.setup, "inspect")
             await self._inspect(name)
+            if self._inspection[0] != name:
+                return ""
             why = "these are its first rows: enter goes on with them"
         of, inspection = self._inspection
         if of == name and inspection is not None and inspection.faults and self._refused != name:

@@ -243,9 +243,11 @@ def _program(workdir: Path, python: str, roots: list[str], *words: str) -> dict[
 def _not_executed(program: Path, words: Sequence[str]) -> dict[str, str | None] | None:
     executable = os.access(program, os.X_OK)
     if words[0].endswith(".py"):
-        # Whose interpreter line cannot be read may have one.
-        with contextlib.suppress(OSError), program.open("rb") as file:
-            return None if executable and file.read(2) == b"#!" else _by_python(program, words)
+        try:
+            with program.open("rb") as file:
+                return None if executable and file.read(2) == b"#!" else _by_python(program, words)
+        except OSError as error:
+            return _fault(f"{program} may not be read: {error.strerror}")
     return None if executable else _fault(f"{program} may not be executed", permit=str(program))
 
 

@@ -469,7 +469,7 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "q.jsonl",
         jsonl([{"text": 1}]),
         {"valid": 0},
-        "no key whose value is a text: it has text",
+        "no key whose value is a text, among text",
     ),
     "messages by another name": (
         "q.jsonl",
