@@ -167,11 +167,11 @@ async def test_the_checks_of_a_run_are_said_to_be_its_own_and_an_edit_after_them
     fake.launched.append(load_config(file))
     async with opened(fake.add(aborted()), config=file, follow=RUN) as console:
         await console.shows("2 preflight · of the run: passed")
-        assert "another now" not in console.screen
+        assert "not the run's" not in console.screen
         file.write_text(file.read_text().replace("iters = 50", "iters = 75"))
-        await console.shows("the configuration is another now: r here checks it")
+        await console.shows("the configuration is not the run's: r here checks it")
         await console.check()
-        assert "of the run" not in console.screen and "another now" not in console.screen
+        assert "of the run" not in console.screen and "not the run's" not in console.screen
 
 
 async def test_an_edit_after_a_launch_is_one_of_what_was_launched(
@@ -184,7 +184,7 @@ async def test_an_edit_after_a_launch_is_one_of_what_was_launched(
         fake.put(replace(fake_engine.running(), record=fake_engine.record(state=RunState.FAILED)))
         await console.until(lambda: not console.app.state.active, "its end")
         file.write_text(file.read_text().replace("iters = 50", "iters = 75"))
-        await console.shows("the configuration is another now: r here checks it")
+        await console.shows("the configuration is not the run's: r here checks it")
         assert console.notifications[-1] == f"{file} was edited: iters 50 → 75"
 
 
@@ -206,7 +206,7 @@ async def test_a_file_that_was_edited_before_a_command_launched_it_does_not_diff
         fake.add(fake_engine.running())
         await console.until(lambda: bool(compared), "the comparison")
         await console.shows("2 preflight · passed")
-        assert compared[-1] == [] and "another now" not in console.screen
+        assert compared[-1] == [] and "not the run's" not in console.screen
 
 
 async def test_checks_of_a_file_that_is_edited_meanwhile_are_run_anew(

@@ -110,7 +110,7 @@ def _note(state: DeckState) -> str:
         return state.unconfigured
     if not state.checks_of_run or not state.differs:
         return ""
-    return "the configuration is another now" + (state.key(": r here checks it") if state.running is None else "")
+    return "the configuration is not the run's" + (state.key(": r here checks it") if state.running is None else "")
 
 
 def verdict(state: DeckState) -> str:
