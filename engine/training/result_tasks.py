@@ -112,7 +112,7 @@ def remove_leftovers(home: Path) -> None:
     with contextlib.suppress(OSError):
         fcntl.flock(os.open(home / lock, os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_SH)
     for left in [folder for name in _UNFINISHED for folder in home.parent.glob(f"*/{name}") if folder.parent != home]:
-        # Held by a task that goes on; or not there, with an earlier release.
+        # Held by a task that goes on.
         with contextlib.suppress(OSError), (left.parent / lock).open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)

@@ -45,6 +45,15 @@ async def answered(console: Console) -> None:
     await console.until(lambda: len(screen(console).candidates) >= 3, "the hosts")
 
 
+async def go_to_data(console: Console) -> None:
+    await console.press("i")
+    await answered(console)
+    await console.press("enter", "y")
+    await at(console, "model")
+    await console.press(*"m", "enter")
+    await at(console, "data")
+
+
 async def test_from_an_empty_folder_to_the_checks_in_few_keys(fake: FakeEngine, folder: Path) -> None:
     keys: list[str] = []
     async with opened(fake, config=None, size=SMALL) as console:
@@ -138,12 +147,7 @@ async def test_a_files_own_epochs_and_budget_are_changed_and_not_replaced(fake: 
 async def test_data_that_cannot_be_trained_on_is_not_passed_over(fake: FakeEngine, folder: Path) -> None:
     (folder / "bad.csv").write_text("a,b,c\n1,2,3\n")
     async with opened(fake, config=None, size=SMALL) as console:
-        await console.press("i")
-        await answered(console)
-        await console.press("enter", "y")
-        await at(console, "model")
-        await console.press(*"m", "enter")
-        await at(console, "data")
+        await go_to_data(console)
         await console.press("down")
         await console.shows("line 1 has no text")
         await console.press("enter")
@@ -168,12 +172,7 @@ async def test_data_that_is_still_being_read_is_not_passed_over(
 
     monkeypatch.setattr(FakeSetup, "inspect", slow)
     async with opened(fake, config=None, size=SMALL) as console:
-        await console.press("i")
-        await answered(console)
-        await console.press("enter", "y")
-        await at(console, "model")
-        await console.press(*"m", "enter")
-        await at(console, "data")
+        await go_to_data(console)
         while screen(console).typed != "bad.csv":
             await console.press("down")
         await console.shows("reading bad.csv")

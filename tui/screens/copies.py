@@ -198,7 +198,7 @@ class ModelCopies(ModalScreen[str]):
                 text = f"7: {begun} {how}: {self._notes.get('', '')}" if how else f"7: {begun} was stopped"
                 self.notify(text, severity=severity, markup=False)  # type: ignore[arg-type]
             if self._asked != self._config.nodes:
-                self.call_later(self._start, _LISTING, self._list_beside(dict(self._notes)))
+                self.call_later(lambda: self._start(_LISTING, self._list_beside(dict(self._notes))))
 
     async def _list(self) -> None:
         self._note("asking the nodes")
