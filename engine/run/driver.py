@@ -63,10 +63,11 @@ class LiveRun:
 
     async def drive(self, state: State) -> None:
         """Take the run from `state` to its end, and to the proof of that."""
-        while state.phase is not Phase.OVER:
+        while (before := state.phase) is not Phase.OVER:
             state, wanted = step(state, await self.observe())
             await self.perform(wanted)
-            await self.await_news(TICK_S)
+            # What the next phase begins with waits for nothing: a recovery goes through several.
+            await self.await_news(TICK_S if state.phase is before else 0.0)
 
     async def observe(self) -> Observation:
         """Raises what was not expected of a task."""

@@ -17,14 +17,16 @@ from engine.config.models import NodeConfig
 from engine.models import CheckStatus, PreflightReport, Reason, RunRecord, RunState
 from engine.protocol.attempt import END, ExitRecord, NodeFiles, write_atomic
 from engine.protocol.job import Strategy
-from engine.run import attempt_hosts, preparation
+from engine.run import attempt_hosts, driver, preparation
 from engine.run.attempt_hosts import UnknownAttempt
 from engine.run.driver import LiveRun
-from engine.run.effects import ConnectUnknown, RequestProcesses
+from engine.run.effects import ConnectUnknown, Effect, RequestProcesses
 from engine.run.events import CleanupConfirmed, NodesExcluded, RunReopened, StateChanged, Verdict
 from engine.run.journal import RunRecorder, read_journal
+from engine.run.observation import Observation
 from engine.run.run_context import RunContext
-from engine.run.step import begin
+from engine.run.state import Phase, State
+from engine.run.step import begin, step
 from engine.security.identifiers import LOCAL
 from tests.unit.run.file_host import FileHost
 from tests.unit.run.run_maker import MadeRun
@@ -159,6 +161,27 @@ async def test_an_attempt_on_a_node_that_preflight_has_excluded_since_is_proved_
     assert (record.state, record.unconfirmed) == (RunState.FAILED, [])
     confirmed = [event.node for event in read_journal(run.directory.journal) if isinstance(event, CleanupConfirmed)]
     assert confirmed == ["node0", "node1"]
+
+
+async def test_a_phase_begins_as_soon_as_the_one_before_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases, waited = list[Phase](), list[tuple[bool, bool]]()
+    wait = LiveRun.await_news
+
+    def watched(state: State, seen: Observation) -> tuple[State, list[Effect]]:
+        after, wanted = step(state, seen)
+        phases[:] = state.phase, after.phase
+        return after, wanted
+
+    async def await_news(live: LiveRun, limit_s: float) -> None:
+        waited.append((phases[0] is phases[1], limit_s > 0))
+        await wait(live, limit_s)
+
+    monkeypatch.setattr(driver, "step", watched)
+    monkeypatch.setattr(LiveRun, "await_news", await_news)
+    await driven(Unknown(tmp_path).exits(0, 0).context, newest_attempt=2, adopting=True)
+    assert set(waited) == {(False, False), (True, True)}
 
 
 async def driven(run: RunContext, *, newest_attempt: int, adopting: bool) -> RunRecord:
