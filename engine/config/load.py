@@ -192,7 +192,7 @@ def load_grid(path: Path, texts: Sequence[str]) -> list[Config]:
     InputError."""
     runs = grid(texts)
     if len(runs) > 1:
-        runs = named(load_config(path, runs[0]).job.name, runs)
+        runs = named([load_config(path, run).job.name for run in runs], runs)
     return [load_config(path, run) for run in runs]
 
 

@@ -76,13 +76,13 @@ def parse_value(text: str) -> Any:
         return text.strip()
 
 
-def named(job: str, runs: Sequence[Settings]) -> list[dict[str, Any]]:
-    """The runs of a grid, each with a `name` of its own made of the job's and of what differs between them:
+def named(jobs: Sequence[str], runs: Sequence[Settings]) -> list[dict[str, Any]]:
+    """The runs of a grid, each with a `name` of its own made of its job's and of what else differs between them:
     "support-lr5e-05-seed2"."""
-    varied = [key for key in runs[0] if key != "name" and len({repr(run[key]) for run in runs}) > 1]
+    in_name = ("name", "model", "command") if len(set(jobs)) > 1 else ("name",)
+    varied = [key for key in runs[0] if key not in in_name and len({repr(run[key]) for run in runs}) > 1]
     names: list[str] = []
-    for number, run in enumerate(runs, 1):
-        base = str(run.get("name", job))
+    for number, (base, run) in enumerate(zip(jobs, runs, strict=True), 1):
         parts = [f"{_SHORT.get(key) or key.rpartition('.')[2]}{_short(run[key])}" for key in varied]
         ending = make_identifier("-".join(["", *parts]), "")
         name = make_identifier(f"{base[: max(8, MAX_IDENTIFIER_LENGTH - len(ending) - 1)]}-{ending}", "job")

@@ -74,7 +74,7 @@ def test_a_grid_has_every_combination_and_the_last_of_one_key() -> None:
 
 
 def test_the_names_of_a_grid_differ_and_are_accepted(path: Path) -> None:
-    runs = named("support", grid(["learning_rate=1e-5,0.5", "lora_parameters.rank=8", "seed=1,2"]))
+    runs = named(["support"] * 4, grid(["learning_rate=1e-5,0.5", "lora_parameters.rank=8", "seed=1,2"]))
     assert [run["name"] for run in runs] == [
         "support-lr1e-05-seed1",
         "support-lr1e-05-seed2",
@@ -84,9 +84,23 @@ def test_the_names_of_a_grid_differ_and_are_accepted(path: Path) -> None:
     long = ",".join(f"{'x' * 70}{number}" for number in range(12))
     names = [config.job.name for config in load_grid(path, [f"project_name={long}"])]
     assert len(set(names)) == 12 and all(len(name) <= 64 for name in names)
-    assert [run["name"] for run in named("support", grid(["name=a,b"]))] == ["a", "b"]
-    both = [run["name"] for run in named("support", grid(["name=a,b", "seed=1,2"]))]
-    assert both == ["a-seed1", "a-seed2", "b-seed1", "b-seed2"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "names"),
+    [
+        (["name=a,b"], ["a", "b"]),
+        (["name=a,b", "seed=1,2"], ["a-seed1", "a-seed2", "b-seed1", "b-seed2"]),
+        (["model=org/Qwen3-4B,~/m/Llama"], ["Qwen3-4B", "Llama"]),
+        (["model=~/a/Qwen,~/b/Qwen"], ["Qwen-model-a-Qwen", "Qwen-model-b-Qwen"]),
+        (["model=~/a/Qwen,~/b/Qwen,~/Llama"], ["Qwen", "Qwen-2", "Llama"]),
+        (["model=~/a,~/b", "name=support"], ["support-model-a", "support-model-b"]),
+    ],
+)
+def test_a_run_of_a_grid_is_named_after_its_own_job(tmp_path: Path, texts: list[str], names: list[str]) -> None:
+    file = tmp_path / "flightdeck.toml"
+    file.write_text('[cluster]\nname = "c"\n[[node]]\nname = "a"\npython = "/p"\n[job]\nmodel = "/m"\ndata = "/d"')
+    assert [config.job.name for config in load_grid(file, texts)] == names
 
 
 def test_they_go_over_the_file_and_its_yaml_and_one_way_to_say_it_over_the_other(path: Path) -> None:
