@@ -97,7 +97,8 @@ async def try_adapters(context: CheckContext, node: NodeConfig, resume: str | No
 
 def data_files(settings: Mapping[str, Any], folder: str) -> list[str]:
     """The files that a rank reads: valid.jsonl also where val_batches is 0, if it is there."""
-    return [f"{folder}/{name}.jsonl" for name in ("train", "valid", *(["test"] if settings.get("test") else []))]
+    names = ("train", "valid", *(["test"] if settings.get("test") else []))
+    return [f"{folder.rstrip('/')}/{name}.jsonl" for name in names]
 
 
 def data_options(config: Config) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def rows_refused(report: TemplateReport, settings: Mapping[str, Any]) -> list[st
 
 
 def _describe_refused(rows: RefusedRows) -> str:
-    more = f", and {rows.count - 1:,} more lines" if rows.count > 1 else ""
+    more = f", and {plural(rows.count - 1, 'more line')}" if rows.count > 1 else ""
     advice = ": change them, or use a model whose chat template takes them" if "chat template" in rows.why else ""
     return f"{rows.file}: line {rows.line} {rows.why}{more}{advice}" if rows.line else rows.why
 

@@ -69,3 +69,15 @@ def test_without_pyyaml_what_to_install_is_said(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(DataError, match=f"PyYAML is missing: `uv pip install --python {sys.executable} pyyaml`"):
         source_parts(folder, {"subset": "main"})
+
+
+def test_a_folder_that_is_a_whole_disk_is_refused_before_all_of_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.node.data_splits._MOST_OTHERS", 3)
+    for name in ("a/1.png", "a/rows.jsonl", "b/2.png", "b/3.png", "c/4.png", "d/5.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=f"of 5 files, those up to {tmp_path}/c, 4 are no data; name"):
+        source_parts(tmp_path, {})
+    assert source_parts(tmp_path / "a", {})["train"][0].files == [tmp_path / "a/rows.jsonl"]
