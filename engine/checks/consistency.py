@@ -20,6 +20,7 @@ from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, copies, copy_file, copy_folder, move_aside
 from engine.cluster.probe_results import FileHashes
 from engine.config.models import Config, NodeConfig
+from engine.errors import plural
 from engine.models import CheckResult, WorkerConsistency
 from engine.plan.preflight import command_files, comparison_not_applicable, comparison_switched_off
 
@@ -149,7 +150,7 @@ def evaluate(
         excluded=excluded,
     )
     result = findings.verdict(
-        f"{compared.workers} nodes agree with {against} on {len(compared.reference or {})} items",
+        f"{compared.workers} nodes agree with {against} on {plural(len(compared.reference or {}), 'item')}",
         advice=_advice(compared, decision, settings.consistency_threshold),
         fix=_fix(config, compared, workers, models),
     )

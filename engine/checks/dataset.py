@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -158,9 +158,15 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
         if lines:
             findings.fault(node, f"the data on {node.name} differs from {first.name}: {', '.join(lines)}")
     fix = _copies(findings, read_files, first, folders, converted=bool(conversions))
-    summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours if not file.absent)
     read_as = f", from {conversion.describe()}" if conversion is not None else ""
-    return findings.verdict(f"{summary} examples, {ours[0].seen.form}{read_as}", fix=fix)
+    return findings.verdict(f"{_counts(ours)}, {ours[0].seen.form}{read_as}", fix=fix)
+
+
+def _counts(files: Sequence[DataFile]) -> str:
+    """For example "train 40, valid 4 examples"."""
+    *others, last = (file for file in files if not file.absent)
+    counts = [*(f"{file.path.stem} {file.seen.examples:,}" for file in others), f"{last.path.stem} "]
+    return ", ".join(counts) + plural(last.seen.examples, "example")
 
 
 def _copies(
@@ -259,7 +265,7 @@ def interpret_file(path: PurePath, summary: JsonlSummary, settings: Mapping[str,
     elif summary.faults:
         number, why = summary.faults[0]
         more = summary.fault_count - 1
-        fault = f"{path}: line {number} {why}" + (f", and {more:,} more lines" if more else "")
+        fault = f"{path}: line {number} {why}" + (f", and {plural(more, 'more line')}" if more else "")
     elif settings.get("mask_prompt") and summary.form == "text":
         fault = f"{path}: {TEXT_MASKED}"
     return DataFile(path, summary, fault)

@@ -21,6 +21,7 @@ from engine.checks.plan_inputs import (
     shared_plan_inputs,
 )
 from engine.config.models import Config
+from engine.errors import plural
 from engine.measurements import Calibration, Division
 from engine.models import CheckResult
 from engine.plan.fingerprint import age_days, changed_nodes, is_stale
@@ -176,7 +177,7 @@ def _passed(predicted: Prediction, age_days: float) -> str:
     throughput, speed_up = predicted.throughput.examples_per_s, predicted.throughput.speed_up
     rate = f"{throughput:.3g} examples/s" if throughput is not None else "not predicted"
     gain = f", speed-up {speed_up:.2f}" if speed_up is not None else ""
-    age = f"{age_days:.0f} days" if age_days >= 1 else f"{age_days * 24:.0f} h"
+    age = plural(round(age_days), "day") if age_days >= 1 else f"{age_days * 24:.0f} h"
     return f"{rate} predicted{gain}, calibrated {age} ago"
 
 

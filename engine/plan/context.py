@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import Config, JobConfig
+from engine.errors import plural
 from engine.measurements import Calibration, Division, Shares, ThroughputPrediction
 from engine.models import NodeFacts, Topology
 from engine.plan.data_report import DataReport
@@ -93,7 +94,7 @@ def why_unused(inputs: PlanInputs) -> str | None:
     if not inputs.config.calibration.enabled:
         return "[calibration] enabled = false"
     if is_stale(inputs.config, taken, inputs.now):
-        return f"the calibration is {age_days(taken, inputs.now):.0f} days old"
+        return f"the calibration is {plural(round(age_days(taken, inputs.now)), 'day')} old"
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, computed_field
 
+from engine.errors import plural
 from engine.models import CheckStatus, FrozenModel, PreRdmaSync, WorkerConsistency
 from engine.plan.data_report import DataFindings, IfdScore
 from engine.protocol.job import Strategy
@@ -143,7 +144,7 @@ class ChosenSettings(FrozenModel):
     @property
     def text(self) -> str:
         count = self.grad_checkpoint
-        layers = f", {'all' if count is True else count} layers recomputed" if count else ""
+        layers = f", {'all layers' if count is True else plural(count, 'layer')} recomputed" if count else ""
         layers += f", in tiles of {self.sequence_tiling:,} tokens" if self.sequence_tiling else ""
         return f"optimizer_precision {self.optimizer_precision}, moments {self.moments}{layers}"
 

@@ -63,7 +63,7 @@ def _gpu(ranks: Sequence[RankReport]) -> Verification:
 def _backend(ranks: Sequence[RankReport], backend: str) -> Verification:
     reported = [(rank.backend, rank.world_size) for rank in ranks if rank.backend is not None]
     if len(reported) < len(ranks):
-        return Verification("backend", None, f"{len(reported)} of {len(ranks)} ranks have reported theirs")
+        return Verification("backend", None, f"{len(reported)} of {plural(len(ranks), 'rank')} reported theirs")
     wanted = None if backend == "auto" else backend
     wrong = [
         f"rank {number} is in a group of {size} on {name}"

@@ -157,6 +157,9 @@ async def test_validation_data_is_not_required_when_there_is_none(model: Path, d
     config = make_config(model, data, tmp_path, settings={"val_batches": 0})
     result = await run_check(check.run, config)
     assert (result.status, result.summary) == (CheckStatus.PASS, "train 40 examples, text")
+    (data / "train.jsonl").write_text('{"text": "alone"}\n')
+    config = make_config(model, data, tmp_path, settings={"val_batches": 0, "batch_size": 1})
+    assert (await run_check(check.run, config)).summary == "train 1 example, text"
     # A rank reads it all the same.
     (data / "valid.jsonl").write_text("{bad\n")
     assert (await run_check(check.run, config)).status is CheckStatus.FAIL

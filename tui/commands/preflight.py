@@ -10,6 +10,7 @@ import os
 import sys
 
 from engine.api import Config, Engine, ExitCode
+from engine.errors import plural
 from engine.models import CheckResult, CheckStatus, NodeSync, SyncReport
 from tui.commands.follow import print_check
 from tui.commands.terminal import Lines, accepted_config, has_colour, print_json, progress_lines
@@ -101,7 +102,7 @@ def _print_report(lines: Lines, report: SyncReport) -> None:
 
 
 def _difference(node: NodeSync, reference: str) -> str:
-    extra = f", {node.own_count:,} files of its own" if node.own_count else ""
+    extra = f", {plural(node.own_count, 'file')} of its own" if node.own_count else ""
     if node.problem is not None:
         return node.problem
     if node.same:

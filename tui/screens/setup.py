@@ -20,7 +20,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from engine import api
-from engine.errors import memory_text
+from engine.errors import memory_text, plural
 from tui.formatting import shortened
 from tui.glyphs import FAIL, MUTED, OK, RUNNING, WARN, Glyphs
 from tui.screens.fix import compare_command
@@ -357,7 +357,7 @@ class _Data(_Named):
 
 
 def _inspected(inspection: DataInspection, width: int) -> list[Content]:
-    files = "; ".join(f"{name} {file.examples:,} rows, {file.form}" for name, file in inspection.files.items())
+    files = "; ".join(f"{name} {plural(file.examples, 'row')}, {file.form}" for name, file in inspection.files.items())
     how = inspection.conversion.describe() if inspection.conversion is not None else "mlx-lm's own files"
     lines = [pair("on", f"{inspection.node}, {inspection.source}", width), pair("read as", f"{how}: {files}", width)]
     for row in inspection.rows:
@@ -434,7 +434,7 @@ class _Method(SetupStep):
         share, tokens = (choices.batch_size or 0) / ranks, choices.batch_tokens
         batch = f"{choices.batch_size} over all ranks, {share:g} on each" if tokens is None else f"{tokens:,} tokens"
         length = (
-            f"{choices.iters or api.USUAL_ITERS:,} iterations"
+            plural(choices.iters or api.USUAL_ITERS, "iteration")
             if choices.epochs is None
             else f"{choices.epochs:g} epoch{'s' * (choices.epochs != 1)}"
         )

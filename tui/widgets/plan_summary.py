@@ -88,7 +88,7 @@ def job_rows(config: Config, state: DeckState) -> list[tuple[str, str]]:
         rows = [("command", " ".join(job.shown_command))]
     else:
         rows = [("model", path_tail(job.model)), ("data", path_tail(job.data))]
-        sizes = [f"{settings['iters']:,} iterations"] if "iters" in settings else []
+        sizes = [plural(settings["iters"], "iteration")] if "iters" in settings else []
         if (epochs := settings.get("epochs")) is not None:
             sizes.append("1 epoch" if epochs == 1 else f"{epochs:g} epochs")
         if "batch_size" in settings:

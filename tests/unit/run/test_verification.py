@@ -56,7 +56,7 @@ def test_a_good_run_is_verified_and_what_is_not_measured_is_not_known() -> None:
 def test_at_the_beginning_nothing_is_known() -> None:
     found = lines(RankReport(), RankReport(), losses=[], checkpoint=None)
     assert {line.good for line in found.values()} == {None}
-    assert found["backend"].text == "0 of 2 ranks have reported theirs"
+    assert found["backend"].text == "0 of 2 ranks reported theirs"
     assert lines(losses=[(1, 4.0)])["loss"].good is None, "one report has no trend"
 
 

@@ -171,7 +171,7 @@ def test_the_lengths_of_a_long_file_are_those_of_the_whole(
 )
 def test_the_plan_says_of_a_row_what_preflight_says(model: Path, tmp_path: Path, row: dict[str, Any], why: str) -> None:
     (refusal,) = rows_refused(report(model, tmp_path, [row, row]), SETTINGS)
-    assert refusal.startswith(f"{tmp_path}/train.jsonl: line 1 ") and refusal.endswith(", and 1 more lines")
+    assert refusal.startswith(f"{tmp_path}/train.jsonl: line 1 ") and refusal.endswith(", and 1 more line")
     assert why in refusal and "template" not in refusal
 
 
