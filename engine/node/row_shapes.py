@@ -25,6 +25,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "content": ("content", "value", "text", "message"),
 }
 """Part of a row or of a message → keys that data sets have for it, the likeliest first."""
+_LACKING = {"chat": "messages", "text": "text", "completion": "an answer", "prompt": "a prompt"}
 _HALVES = {*_PARTS["prompt"], *_PARTS["completion"]}
 """Keys that are no text by themselves where the row has another one that may be their other half."""
 _ROLES = {
@@ -107,6 +108,11 @@ def convert(row: Row, shape: str, columns: Mapping[str, str]) -> tuple[str, Row,
         if converted is not None:
             unread = {key for key, value in row.items() if value not in _EMPTY} - parts.read
             return _name_of(name, parts), converted, unread | parts.unread
+    nulls = {key for key, value in row.items() if value is None}
+    for part, lacking in _LACKING.items():
+        # As columnar files, and tables made into JSON, have empty cells.
+        if not nulls.isdisjoint((parts.columns[part],) if part in parts.columns else _PARTS[part]):
+            raise Skipped(f"without {lacking}")
     strings = [key for key, value in row.items() if isinstance(value, str)]
     dialogues = [
         key for key, value in row.items() if isinstance(value, list) and any(type(one) is dict for one in value)
@@ -188,11 +194,13 @@ def _completions(parts: _Parts) -> Row | None:
 def _text(parts: _Parts) -> Row | None:
     key = parts.columns.get("text", "text")
     if not isinstance(parts.row.get(key), str):
-        strings = [name for name, value in parts.row.items() if isinstance(value, str)]
+        strings = [name for name, value in parts.row.items() if isinstance(value, str) and "text" not in parts.columns]
         texts = [name for name in strings if not _ABOUT_A_ROW.fullmatch(name.lower())]
         # Of an object without a text the title, or the id, is none either.
         key = next(iter(texts or strings if len(parts.row) == 1 else texts if len(texts) == 1 else []), "")
         others = [name.lower() for name, value in parts.row.items() if name != key and value not in _EMPTY]
+        other_half = _PARTS["completion"] if key in _PARTS["prompt"] else _PARTS["prompt"]
+        others += [name for name in other_half if name in parts.row]
         if key in _HALVES and any(name == "source" or not _ABOUT_A_ROW.fullmatch(name) for name in others):
             return None
     if not key:

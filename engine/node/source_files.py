@@ -36,6 +36,7 @@ MAGIC = {
     b"\x28\xb5\x2f\xfd": "Zstandard",
     b"PK\x03\x04": "a zip archive",
     b"PAR1": "Parquet",
+    b"ARROW1": "Arrow with a footer",
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
@@ -49,7 +50,7 @@ _ENCODINGS = {"UTF-16": "utf-16", "UTF-16 (little-endian)": "utf-16-le", "UTF-16
 _ENCODINGS["UTF-32"] = "utf-32"
 _TABLES = (".csv", ".tsv")
 TEXTS = (".txt", ".md")
-SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES, ".parquet", ".arrow", *TEXTS)
+SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES, ".parquet", ".arrow", ".feather", *TEXTS)
 _WRAPPERS = "data|rows|examples|items|records|instances|dataset|train"
 _WRAPPED = re.compile(
     rf'\s*\{{\s*(?:"[^"]*"\s*:\s*(?:"[^"]*"|[\d.]+|null|true|false)\s*,\s*)*"(?:{_WRAPPERS})"\s*:\s*\[\s*(?=\{{)'
@@ -91,7 +92,7 @@ def read_source(path: Path, piece: int) -> Iterator[SourceRow]:
         with _opened(path) as (file, text, kind):
             if suffix_of(path) in TEXTS:
                 yield from _texts(text, piece)
-            elif kind in ("Parquet", "Arrow"):
+            elif kind in ("Parquet", "Arrow", "Arrow with a footer"):
                 yield from _columns(path, file, kind)
             elif kind in MAGIC.values():
                 raise DataError(foreign_problem(path, str(kind)))
@@ -146,7 +147,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, io.TextIOWrapper, str | None
         encoding = _ENCODINGS.get(kind or "", "utf-8-sig")
         if kind in _ENCODINGS:
             kind = foreign_kind(head.decode(encoding, "ignore").lstrip("\ufeff").encode("utf-8", "replace"))
-        if path.suffix == ".arrow":
+        if path.suffix == ".arrow" and kind != "Arrow with a footer":
             kind = "Arrow"
         file.seek(0)
         yield file, stack.enter_context(io.TextIOWrapper(file, encoding, newline="")), kind
@@ -198,8 +199,11 @@ def _columns(path: Path, file: BinaryIO, kind: str) -> Iterator[SourceRow]:
     try:
         if kind == "Parquet":
             batches = parquet.ParquetFile(file).iter_batches(batch_size=_ROWS)
-        else:
+        elif kind == "Arrow":
             batches = iter(pyarrow.ipc.open_stream(file))
+        else:
+            arrow = pyarrow.ipc.open_file(file)
+            batches = map(arrow.get_batch, range(arrow.num_record_batches))
         number = 0
         for batch in batches:
             for start in range(0, batch.num_rows, _ROWS):

@@ -69,13 +69,13 @@ def parquet(rows: list[dict[str, Any]]) -> Callable[[], bytes]:
     return made
 
 
-def arrow(rows: list[dict[str, Any]]) -> Callable[[], bytes]:
+def arrow(rows: list[dict[str, Any]], form: str = "stream") -> Callable[[], bytes]:
     def made() -> bytes:
         import pyarrow  # noqa: PLC0415
 
         file, table = io.BytesIO(), pyarrow.Table.from_pylist(rows)
-        with pyarrow.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table)
+        with getattr(pyarrow.ipc, f"new_{form}")(file, table.schema) as stream:
+            stream.write_table(table, max_chunksize=1)
         return file.getvalue()
 
     return made
@@ -249,6 +249,8 @@ READ: dict[str, tuple[str, bytes | Callable[[], bytes], dict[str, Any], list[Any
     ),
     "Parquet of one column": ("p.parquet", parquet([{"content": row["text"]} for row in TEXTS]), {}, TEXTS),
     "Arrow of save_to_disk": ("data-00000-of-00001.arrow", arrow(keyed("question", "answer")), {}, PAIRS),
+    "Arrow with a footer (Feather)": ("data.arrow", arrow(keyed("question", "answer"), "file"), {}, PAIRS),
+    "Feather": ("data.feather", arrow(keyed("question", "answer"), "file"), {}, PAIRS),
     "JSON with its rows in data": (
         "s.json",
         json.dumps({"version": "1.0", "data": keyed("question", "answer"), "count": 2}, indent=1).encode(),
@@ -277,6 +279,31 @@ READ: dict[str, tuple[str, bytes | Callable[[], bytes], dict[str, Any], list[Any
         b"\xef\xbb\xbf\r\n" + jsonl([{"instruction": "", "output": ""}, *ALPACA, {"instruction": "a", "output": " "}]),
         {},
         PAIRS,
+    ),
+    "pairs of which a half is null": (
+        "p.parquet",
+        parquet(
+            [
+                {"question": None, "answer": "a", "id": None},
+                *keyed("question", "answer", id="b"),
+                {"question": None, "answer": None, "id": "c"},
+                {"question": "a", "answer": None, "id": "d"},
+            ]
+        ),
+        {},
+        PAIRS,
+    ),
+    "messages and facts, of which some are null": (
+        "m.jsonl",
+        jsonl([{"id": "a", "messages": None}, {"id": 1, "messages": None}, *({"id": "b", **row} for row in MESSAGES)]),
+        {},
+        PAIRS,
+    ),
+    "a named text that is null beside another": (
+        "t.jsonl",
+        jsonl([{"summary": "s", "essay": None}, *({"summary": "s", "essay": row["text"]} for row in TEXTS)]),
+        {"columns": {"text": "essay"}},
+        TEXTS,
     ),
     "texts with facts about them": (
         "wiki.jsonl",
