@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import groupby
 
+from engine.protocol import sizes
+
+size_text = sizes.size_text
+
 
 def memory_text(count: float) -> str:
     """Bytes of memory, of Macs and of what runs there, as it is sold and as Activity Monitor counts it, in powers of
-    1024: "512 GB", "96.5 GB", "640 MB". Disks and networks count in powers of 1000."""
+    1024: "512 GB", "96.5 GB", "640 MB"; `size_text` is for disks and networks."""
     amount, unit = (count / 2**30, "GB") if abs(count) >= 2**30 else (count / 2**20, "MB")
     whole = amount == int(amount) or (unit == "MB" and abs(amount) >= 10)
     return f"{amount:,.0f} {unit}" if whole else f"{amount:,.1f} {unit}"

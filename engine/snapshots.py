@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from engine.errors import size_text
 from engine.measurements import Division
 from engine.models import CheckResult, Reason, RunRecord, RunState
 from engine.task_result import TaskResult
@@ -351,9 +352,8 @@ class CopyProgress:
 
     @property
     def text(self) -> str:
-        """ "1.20 of 4.00 GB", its note, or both."""
-        scale, unit = (1e9, "GB") if self.total >= 1e9 else (1e6, "MB")
-        amount = f"{self.bytes / scale:.2f} of {self.total / scale:.2f} {unit}" if self.total else ""
+        """ "1.2 GB of 4.0 GB", its note, or both."""
+        amount = f"{size_text(self.bytes)} of {size_text(self.total)}" if self.total else ""
         return ", ".join(filter(None, (amount, self.note)))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from engine.errors import InputError, memory_text, plural, reason_text
+from engine.errors import InputError, memory_text, plural, reason_text, size_text
 
 if TYPE_CHECKING:
     from engine.api import Comparison, Difference, QueueItem, QueueSnapshot
@@ -135,15 +135,7 @@ def quiet_text(snapshot: RunSnapshot, now: datetime) -> str | None:
 
 
 def size(count: int | float | None) -> str:
-    """Bytes with a decimal unit: "812 B", "1.5 MB", "512 GB"."""
-    if count is None:
-        return NOT_MEASURED
-    amount = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(amount) < 1000 or unit == "TB":
-            return f"{amount:.0f} {unit}" if unit == "B" or abs(amount) >= 100 else f"{amount:.1f} {unit}"
-        amount /= 1000
-    raise AssertionError("unreachable")
+    return NOT_MEASURED if count is None else size_text(count)
 
 
 def memory(count: int | float | None) -> str:

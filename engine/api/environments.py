@@ -29,7 +29,7 @@ from engine.cluster.wheels import fetch_wheels, given_requirements, installed_he
 from engine.config.edit import write_pythons
 from engine.config.load import load_config
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, InputError, StateError
+from engine.errors import FlightDeckError, InputError, StateError, size_text
 from engine.security.audit import audit_log
 from engine.security.redact import redact
 from engine.security.sanitise import plain
@@ -80,7 +80,7 @@ class EnvironmentsApi:
                 try:
                     made = await make_environment(fleet, plan, send_wheels, tell)
                     outcome = "made"
-                    tell(f"{plan.python}: {len(made.packages)} packages, {made.bytes / 1e6:,.0f} MB")
+                    tell(f"{plan.python}: {len(made.packages)} packages, {size_text(made.bytes)}")
                 except (FlightDeckError, OSError, ValueError) as error:
                     tell(redact(plain(error, 500)), failed=True)
                 finally:

@@ -19,6 +19,7 @@ from engine.errors import InputError, StateError
 from engine.models import RunRecord
 from engine.node.probes import nearest
 from engine.protocol.attempt import sync_folder
+from engine.protocol.sizes import room_fault
 from engine.publish.model_card import PublicationRequest, TrainedRun
 from engine.publish.model_folder import ADAPTERS, ModelFolder, read_folder
 from engine.publish.targets import Publication, check_target, write_target
@@ -30,8 +31,7 @@ from engine.snapshots import Fetched, FetchProgress, ResultFile, RunResult
 from engine.task_result import Evaluated, Fused
 
 PATIENCE_S = 120.0
-_SPARE_BYTES = 64 * 10**6
-_REPORT_S, _RATE_OVER_S = 0.25, 10.0
+_REPORT_S, _RATE_AFTER_S, _RATE_OVER_S = 0.25, 2.0, 10.0
 _WANTED = {
     "trained": (("adapter", "weights", "model"), False, "no weights were saved so far"),
     "best": (
@@ -170,23 +170,26 @@ class ResultsApi:
 
 
 class _Progress:
-    """Reports what has come, not too often, with the rate of the last _RATE_OVER_S."""
+    """Reports what has come, not too often, with the rate of the last _RATE_OVER_S: none until _RATE_AFTER_S after the
+    first bytes, which come late or all at once."""
 
     def __init__(self, total: int, here: int, report: Callable[[FetchProgress], None]) -> None:
         self._total, self._here, self._report = total, here, report
-        self._samples = deque([(time.monotonic(), here)], maxlen=int(_RATE_OVER_S / _REPORT_S))
+        self._samples = deque[tuple[float, int]](maxlen=int(_RATE_OVER_S / _REPORT_S))
         self.report()
 
     def add(self, count: int) -> None:
         self._here += count
         now = time.monotonic()
-        if now - self._samples[-1][0] >= _REPORT_S or self._here == self._total:
+        if not self._samples or now - self._samples[-1][0] >= _REPORT_S or self._here == self._total:
             self._samples.append((now, self._here))
             self.report()
 
     def report(self, note: str = "") -> None:
-        (began, before), (now, here) = self._samples[0], self._samples[-1]
-        rate = (here - before) / (now - began) if now > began and not note else None
+        rate = None
+        if self._samples and not note:
+            (began, before), (now, here) = self._samples[0], self._samples[-1]
+            rate = (here - before) / (now - began) if now - began >= _RATE_AFTER_S else None
         self._report(FetchProgress(self._here, self._total, rate, note))
 
 
@@ -201,8 +204,8 @@ def _missing(files: Sequence[ResultFile], target: Path) -> dict[Path, ResultFile
         why = f"{other} is there, and another file"
         raise InputError(f"{target} is not used", why=why, todo="name another folder, or move it away")
     need = sum(file.bytes - _kept(path, file) for path, file in missing.items())
-    if need + _SPARE_BYTES > (free := shutil.disk_usage(nearest(target)).free):
-        raise InputError(f"{target} has no room", why=f"it takes {need / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+    if fault := room_fault(need, shutil.disk_usage(nearest(target)).free):
+        raise InputError(f"{target} has no room", why=fault)
     return missing
 
 

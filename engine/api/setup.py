@@ -28,7 +28,7 @@ from engine.config.draft import draft, find_job, find_yaml, is_beside, split_sub
 from engine.config.load import load_config
 from engine.config.models import Config, FineTuneType
 from engine.config.redraft import redraft
-from engine.errors import InputError, spans
+from engine.errors import InputError, size_text, spans
 from engine.models import FrozenModel
 from engine.plan.capacity import Capacity
 from engine.protocol.attempt import read_regular, write_atomic
@@ -221,7 +221,7 @@ class SetupApi:
                     sizes[name] = max(copy.bytes, sizes.get(name, 0))
                     holders.setdefault(name, []).append(node.node)
         return {
-            name: f"{sizes[name] / 1e9:,.1f} GB on {spans(holders[name])}"
+            name: f"{size_text(sizes[name])} on {spans(holders[name])}"
             for name in sorted(sizes, key=lambda name: -sizes[name])
         }
 

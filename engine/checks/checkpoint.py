@@ -22,7 +22,7 @@ from engine.checks.plan_inputs import shared_plan, shared_plan_inputs
 from engine.cluster.probe_results import AdapterWeights, CheckpointStorage
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, size_text
 from engine.job.traits import FRAMEWORKS
 from engine.models import CheckResult
 from engine.plan.document import Disabled
@@ -66,7 +66,7 @@ async def run(context: CheckContext) -> CheckResult:
     for node, storage in itertools.islice(findings.answered(answers), 1):
         if storage.resume is not None and config.job.framework == "mlx" and not findings.on(node).faults:
             findings.on(node).faults += await _misfit(context, node, storage.resume)
-    size = f"{state.saved_bytes / 1e6:,.1f} MB a save" if state.saved_bytes is not None else "size of a save not known"
+    size = f"{size_text(state.saved_bytes)} a save" if state.saved_bytes is not None else "size of a save not known"
     return findings.verdict(f"every node can save, {size}")
 
 
@@ -203,17 +203,17 @@ async def _paths(context: CheckContext, node: NodeConfig) -> dict[str, str | Non
 
 
 def _short_of(storage: CheckpointStorage, state: SaveSize) -> str:
-    free = f"{(storage.free or 0) / 1e6:,.1f} MB"
-    message = f"{free} are free for {storage.directory}, and {state.needed_bytes / 1e6:,.1f} MB are needed"
-    largest = ", ".join(f"{folder} {size / 1e6:,.1f} MB" for folder, size in storage.largest)
+    free = size_text(storage.free or 0)
+    message = f"{free} are free for {storage.directory}, and {size_text(state.needed_bytes)} are needed"
+    largest = ", ".join(f"{folder} {size_text(size)}" for folder, size in storage.largest)
     return f"{message}: make room" + (f", the largest of earlier runs are {largest}" if largest else "")
 
 
 def _describe(storage: CheckpointStorage, state: SaveSize) -> str:
     if storage.fault is not None:
         return storage.fault
-    free = f", {storage.free / 1e9:,.1f} GB free" if storage.free is not None else ""
-    needed = f", {state.needed_bytes / 1e6:,.1f} MB needed"
+    free = f", {size_text(storage.free)} free" if storage.free is not None else ""
+    needed = f", {size_text(state.needed_bytes)} needed"
     if state.saved_bytes is None:
         needed = f", the size needed is not known: {state.unknown}"
     resumed = f", resumes {storage.resume.kind} of {len(storage.resume.layers)} layers" if storage.resume else ""

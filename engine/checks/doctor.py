@@ -16,7 +16,7 @@ from engine.checks.versions import MLX_MINIMUM, dotted, install_fix, new_enough
 from engine.cluster.network_interfaces import rdma_device_names, whole_rdma_table
 from engine.cluster.probe_results import PackagesReport, probe_here
 from engine.cluster.transport.local import LocalTransport
-from engine.errors import ENABLE_RDMA, LaunchError
+from engine.errors import ENABLE_RDMA, LaunchError, size_text
 from engine.failures.explanation import explained
 from engine.launch.mlx_launch import executable
 from engine.models import CheckResult, CheckStatus
@@ -95,5 +95,5 @@ async def _disk(home: Path) -> CheckResult:
     if not os.access(folder, os.W_OK):
         why = f"{folder} cannot be written; set FLIGHTDECK_HOME to a folder that can"
         return verdict("disk", CheckStatus.FAIL, why)
-    summary = f"{free / 1e9:,.1f} GB free for {home}"
+    summary = f"{size_text(free)} free for {home}"
     return verdict("disk", CheckStatus.PASS if free > _FREE_BYTES else CheckStatus.WARN, summary)

@@ -29,7 +29,7 @@ from engine.cluster.agent_client import AgentClient
 from engine.cluster.staging import HostLayout, gather_all
 from engine.cluster.transport.base import Completed
 from engine.config.models import Config, JobConfig, NodeConfig
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, size_text
 from engine.failures.explanation import explain, explained
 from engine.failures.signature import SignatureKind
 from engine.launch import mlx_launch, ssh_shim
@@ -327,7 +327,7 @@ def evaluate(config: Config, outcome: AllSumOutcome) -> CheckResult:
         measured = [result for result in results.values() if result is not None]
         slowest = max(result.latency_s or 0.0 for result in measured)
         narrowest = min(result.bandwidth_bytes_per_s or 0.0 for result in measured)
-        summary = f"{world_size} ranks, exact, {slowest * 1e3:.2f} ms, {narrowest / 1e9:.2f} GB/s"
+        summary = f"{world_size} ranks, exact, {slowest * 1e3:.2f} ms, {size_text(narrowest)}/s"
     if outcome.leftovers:
         status, summary = CheckStatus.FAIL, f"{summary}; {outcome.leftovers}"
     return CheckResult(name=NAME, status=status, summary=summary, evidence=evidence, blames=blames)
@@ -351,7 +351,7 @@ def _describe(result: AllSumResult | None) -> str:
     if result.size == 1:
         return "one rank"
     chosen = f", Accelerate chose {plain(result.chosen, 100)}" if result.chosen else ""
-    return f"exact, {result.latency_s * 1e3:.2f} ms, {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s{chosen}"
+    return f"exact, {result.latency_s * 1e3:.2f} ms, {size_text(result.bandwidth_bytes_per_s)}/s{chosen}"
 
 
 CHECK = Check(

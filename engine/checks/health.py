@@ -15,7 +15,7 @@ from engine.cluster.probe_results import BusyProcess, SystemLoad
 from engine.cluster.sensors import mac_gpu_use
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, memory_text, plural
+from engine.errors import FlightDeckError, memory_text, plural, size_text
 from engine.models import CheckResult, NodeFacts
 from engine.node.probes.load import UPDATES
 from engine.security.sanitise import plain
@@ -99,7 +99,7 @@ def _check_disk(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> N
     if free is None:
         findings.warn(f"its disk is not known{f': {facts.problem}' if facts.problem else ''}")
         return
-    space = f"{free / 1e9:,.1f} GB free on the disk of {node.workdir}"
+    space = f"{size_text(free)} free on the disk of {node.workdir}"
     message = f"{space}: make room, the command lists the largest folders"
     largest = Fix(f"du -xak {quoted(node.workdir)} 2>/dev/null | sort -rn | head -n 20", LISTS)
     if free < DISK_FAIL_BYTES:

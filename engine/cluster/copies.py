@@ -17,15 +17,15 @@ from engine.cluster.probe_results import NodeCopies, NodeCopy
 from engine.cluster.transfer import CopyManifest, Spread, TransferRefused, next_report, read_manifest
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, size_text
 from engine.models import NoValue
 from engine.protocol.manifest import PUSHED, REVISION, HubName
+from engine.protocol.sizes import room_fault
 from engine.security.sanitise import count_or_none, finite_or_none, plain
 from engine.snapshots import CopyProgress
 
 _LIMIT_S = 60.0
 _COMMIT = re.compile(REVISION)
-_SPARE_BYTES = 64 << 20
 _SAMPLE_BYTES, _COMPARED_S = 4 << 20, 6.0
 """For the comparison of the ways to the Hub."""
 _HOLDERS = 3
@@ -154,7 +154,7 @@ class Spreading:
                 task.cancel()
         rates = {ssh: finite_or_none(answer.get("rate")) or 0.0 for ssh, answer in answers.items()}
         ways = sorted(nodes, key=lambda node: ("problem" in answers[node.ssh], -rates[node.ssh]))
-        if rated := [f"{node.name} {rates[node.ssh] / 1e6:.1f} MB/s" for node in ways if rates[node.ssh] > 0]:
+        if rated := [f"{node.name} {size_text(rates[node.ssh])}/s" for node in ways if rates[node.ssh] > 0]:
             self.report(CopyProgress(ways[0].name, note=f"has the best way to the Hub: {', '.join(rated)}"))
         return [(node, answers[node.ssh]) for node in ways]
 
@@ -162,9 +162,8 @@ class Spreading:
     def _check_room(hub: HubName, need: int, free: Mapping[str, int | None]) -> None:
         """`free`: by host, on the disk of its cache. Raises TransferRefused."""
         for ssh, room in free.items():
-            if room is not None and room < need + _SPARE_BYTES:
-                why = f"it takes {need / 1e9:.2f} GB, and {room / 1e9:.2f} GB are free"
-                raise TransferRefused(f"there is no room for {hub}", where=ssh, why=why)
+            if room is not None and (fault := room_fault(need, room)):
+                raise TransferRefused(f"there is no room for {hub}", where=ssh, why=fault)
 
     async def _ask_hub(self, node: NodeConfig, hub: HubName, *, size: int = 0, **asked: Any) -> dict[str, Any]:
         """The answer of the probe `hub` (engine.node.hub_cache.ask_hub); an error is its `problem`."""

@@ -18,7 +18,7 @@ from engine.cluster.transfer import next_report
 from engine.cluster.transport.base import Completed
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError, LaunchError, plural
+from engine.errors import FlightDeckError, LaunchError, plural, size_text
 from engine.measurements import Count
 from engine.models import FrozenModel
 from engine.node.bootstrap import ROOT, node_root
@@ -236,7 +236,7 @@ def plan_environment(
     large = there.online and any(re.match(r"(mlx|torch)\b", line) for line in wanted)
     problem, room = "", _LARGE_BYTES if large else _SMALL_BYTES
     if not made and (there.free_bytes or room) < room:
-        problem = f"{(there.free_bytes or 0) / 1e9:.2f} GB are free there, and {room / 1e9:.2f} GB needed: make room"
+        problem = f"{size_text(there.free_bytes or 0)} are free there, and {size_text(room)} needed: make room"
     python = f"{root}/{FOLDER}/{name}/bin/python"
     update = {"id": name, "python": python, "base": base, "requirements": wanted, "made": made, "problem": problem}
     return plan.model_copy(update={**update, "agent": base.path or there.pythons[0].path})

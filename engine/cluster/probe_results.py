@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from engine.cluster.transport.base import Completed
 from engine.cluster.transport.local import LocalTransport
-from engine.errors import plural
+from engine.errors import plural, size_text
 from engine.measurements import Count
 from engine.models import Failed, FrozenModel, Late, NoValue, Unparsable
 from engine.protocol.manifest import DATA_PREFIX, REVISION, HubName
@@ -68,7 +68,7 @@ class ModelFiles(FrozenModel):
     def describe(self) -> str:
         if self.faults:
             return "; ".join(self.faults)
-        return f"{self.kind}, {plural(self.shards, 'shard')}, {self.bytes / 1e6:,.1f} MB"
+        return f"{self.kind}, {plural(self.shards, 'shard')}, {size_text(self.bytes)}"
 
 
 class NodeCopy(FrozenModel):

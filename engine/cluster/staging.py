@@ -18,7 +18,7 @@ from engine.cluster.probe_results import FileHashes
 from engine.cluster.transport.base import expanded
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
-from engine.errors import LaunchError
+from engine.errors import LaunchError, size_text
 from engine.models import NoValue
 from engine.node.bootstrap import ROOT, node_root
 
@@ -109,7 +109,7 @@ async def _is_staged(agent: AgentClient) -> bool:
 def _not_staged(node: NodeConfig, home: AgentHome) -> LaunchError:
     """Not every file system names a full disk as such, so the free space decides."""
     if home.free_bytes is not None and home.free_bytes < _ENOUGH_BYTES:
-        why, todo = f"{home.free_bytes // 1000} kB are free on its disk", "make room there"
+        why, todo = f"{size_text(home.free_bytes)} are free on its disk", "make room there"
     else:
         why, todo = home.staging_problem or "", "make room or fix the permissions there"
     where = f"{node.ssh}:{home.staging_path}"

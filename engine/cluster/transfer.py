@@ -17,7 +17,7 @@ from typing import Any
 from engine.cluster.agent_client import AgentRequest
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
+from engine.errors import FlightDeckError, LaunchError, NodeUnreachable, size_text
 from engine.protocol.manifest import CopyFile, HubName, copy_files, path_is_below
 from engine.protocol.messages import RequestEnded
 from engine.security.audit import audit_log
@@ -66,7 +66,7 @@ async def read_manifest(
         await fleet.agent(node).start_probe("manifest", json.dumps({**request, "verify": verify}))
     ) as probe:
         while (report := await next_report(probe, node)).keys() == {"hashed"}:
-            note(f"{(count_or_none(report['hashed']) or 0) / 1e9:.1f} GB read")
+            note(f"{size_text(count_or_none(report['hashed']) or 0)} read")
     try:
         path, revision = report.get("path"), report.get("revision")
         refs, damaged = list(report["refs"]), list(report["damaged"])
@@ -226,7 +226,7 @@ class Spread:
                 if freed := count_or_none(report.get("freed")):
                     context = {"node": member.node.name, "bytes": freed, "newest": plain(path, 300)}
                     audit_log("models", "older pushed data removed", context, home=self._fleet.home)
-                    self._tell(member, f"{freed / 1e9:.2f} GB of older pushed data removed: no run there needs it")
+                    self._tell(member, f"{size_text(freed)} of older pushed data removed: no run there needs it")
                 self._report(CopyProgress(member.node.name, self._total, self._total, path))
                 return path
             if report.get("waiting"):

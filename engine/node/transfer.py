@@ -29,6 +29,7 @@ from engine.node.hub_cache import drop_older, pushed_root, root_of
 from engine.node.probes import nearest, reason_of
 from engine.protocol.attempt import open_regular, sync_file, write_atomic
 from engine.protocol.manifest import DATA_PREFIX, CopyFile, HubName, copy_files, hub_name, path_is_below
+from engine.protocol.sizes import room_fault
 
 _BLOCK, _STEP = 1 << 20, 1 << 18
 """_STEP: what is read, written and passed on at once."""
@@ -37,7 +38,6 @@ _CONNECT_S, _SILENCE_S, _ALIVE_S = 3.0, 8.0, 1.0
 _REPORT_S, _LOCK_AGAIN_S = 0.5, 0.5
 _TRIES = 3
 """So often a file may come with another hash."""
-_SPARE_BYTES = 64 << 20
 _FRAME = struct.Struct(">I")
 _MOST_REQUEST = 8 << 20
 _SEND_S = 60.0
@@ -271,10 +271,8 @@ class Transfer:
             elif part.is_file():
                 self._continue(number, part)
             have, total = have + self.available[number], total + file.size
-        free = shutil.disk_usage(nearest(self.place.top)).free
-        if total > have and total - have + _SPARE_BYTES > free:
-            need = f"it takes {(total - have) / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
-            raise TransferError(f"no room in {self.place.top}: {need}")
+        if fault := room_fault(total - have, shutil.disk_usage(nearest(self.place.top)).free):
+            raise TransferError(f"no room in {self.place.top}: {fault}")
         return have, total - have
 
     def _continue(self, number: int, part: Path) -> None:

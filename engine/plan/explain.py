@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from engine.errors import memory_text, plural
+from engine.errors import memory_text, plural, size_text
 from engine.plan.document import (
     BatchSection,
     CheckpointSection,
@@ -82,7 +82,7 @@ def _strategy(section: StrategySection) -> str:
     if section.local_steps is not None:
         text += f", the weights averaged at least every {plural(section.local_steps, 'update')}"
     if section.averaging_bytes is not None:
-        text += f" ({section.averaging_bytes / 1e6:,.2f} MB each way)"
+        text += f" ({size_text(section.averaging_bytes)} each way)"
     return text
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.config.edit import with_settings
 from engine.config.models import Config
-from engine.errors import memory_text, plural
+from engine.errors import memory_text, plural, size_text
 from engine.plan.context import PlanContext
 from engine.plan.document import Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
@@ -116,8 +116,8 @@ def _averaging(context: PlanContext, trained: int | None) -> dict[str, Any]:
         size, source = math.ceil(trained * form.element_bytes), Source.RULE
         reason = (
             f"{8 * form.element_bytes:.3g} bits for each of {trained:,} trained parameters, to rank 0 and back; rank 0 "
-            f"receives and sends {context.ranks - 1} times that. That is {size / updates / 1e6:,.2f} MB for each "
-            f"update, where a rank sends {by_data / 1e6:,.2f} MB with data"
+            f"receives and sends {context.ranks - 1} times that. That is {size_text(size / updates)} for each "
+            f"update, where a rank sends {size_text(by_data)} with data"
         )
     context.explain("strategy.averaging_bytes", source, reason)
     seconds = context.throughput.exchange_s

@@ -22,6 +22,7 @@ from transformers import AutoConfig, GenerationConfig, TextStreamer
 
 from engine.protocol.job import Job, JobError, TorchSettings
 from engine.protocol.safetensors import check_header
+from engine.protocol.sizes import size_text
 from engine.protocol.task import Task
 from engine.torch_trainer.checkpoint import all_gather_object
 from engine.torch_trainer.model import (
@@ -141,8 +142,8 @@ def choose_device(model: Path, needed: int, device: torch.device) -> torch.devic
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), math.inf)
     if needed * ranks > free:
         raise JobError(
-            f"the ranks of this node need {ranks} x {needed / 1e9:.1f} GB for the model in {model}, and "
-            f"{free / 1e9:.1f} GB are free: it is whole on each, however it was trained"
+            f"the ranks of this node need {ranks} x {size_text(needed)} for the model in {model}, and "
+            f"{size_text(free)} are free: it is whole on each, however it was trained"
         )
     return torch.device("cpu")
 

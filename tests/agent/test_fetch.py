@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engine.api import Engine
+from engine.api import Engine, results
 from engine.cluster import file_copy
 from engine.cluster.agent_client import AgentClient
 from engine.cluster.file_copy import FileCopy, FileDiffers
@@ -328,7 +329,7 @@ async def test_a_fetch_that_cannot_succeed_writes_nothing(
     target = tmp_path / "here"
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 9))
-        with pytest.raises(InputError, match=r"here has no room: it takes 0\.00 GB, and 0\.00 GB are free"):
+        with pytest.raises(InputError, match=r"here has no room: it takes 64\.0 MB, .* and 9 B are free"):
             await fetched(run, target)
     away = run.plan.config.nodes[0].model_copy(update={"ssh": "nobody@127.0.0.1:1"})
     config = run.plan.config.model_copy(update={"nodes": (away, run.plan.config.nodes[1])})
@@ -340,6 +341,22 @@ async def test_a_fetch_that_cannot_succeed_writes_nothing(
     (target / "sub").symlink_to(tmp_path)
     with pytest.raises(InputError, match="outside of the allowed directories"):
         await fetched(run, target)
+
+
+def test_a_rate_is_given_once_bytes_have_come_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the time until the first ones come counts, nor what has come with them."""
+    times, reports = [30.0, 30.1, 31.0, 32.0, 33.0], list[FetchProgress]()
+    progress = results._Progress(100_000, 500, reports.append)
+    monkeypatch.setattr(time, "monotonic", iter(times).__next__)
+    for _ in times:
+        progress.add(1000)
+    assert [(step.bytes, step.bytes_per_s) for step in reports] == [
+        (500, None),
+        (1500, None),
+        (3500, None),
+        (4500, 1500.0),
+        (5500, pytest.approx(4000 / 3)),
+    ]
 
 
 async def test_what_was_verified_takes_its_name_only_when_all_is_there(

@@ -93,7 +93,7 @@ def tensors(path: Path, shapes: dict[str, list[int]]) -> Path:
 async def test_a_good_place_passes_with_what_is_saved(saving: Config, adapters: Path) -> None:
     result = await run_check(check.run, saving)
     # Two layers, one adapter of 64 × 8 and 8 × 64 each, float32.
-    assert (result.status, result.summary) == (CheckStatus.PASS, "every node can save, 0.0 MB a save")
+    assert (result.status, result.summary) == (CheckStatus.PASS, "every node can save, 8.2 kB a save")
     assert result.evidence["node0"].startswith(f"{adapters}, ")
     assert list(adapters.iterdir()) == []
 

@@ -49,7 +49,7 @@ def test_macs_at_rest_pass_with_their_heartbeat_and_its_age() -> None:
     evidence = result.evidence["ultra"]
     heartbeat, _, rest = evidence.partition(" s ago, ")
     assert re.fullmatch(r"heartbeat in 4\.0 ms, \d+\.\d", heartbeat)
-    assert rest.startswith("900.0 GB free on the disk of ~/run, swap 512 MB")
+    assert rest.startswith("900 GB free on the disk of ~/run, swap 512 MB")
     assert "Low Power Mode off" in evidence
     assert "sleep is prevented now, a run holds caffeinate" in evidence
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("shared_agent")
 
 async def test_a_whole_model_passes_with_its_size(config: Config) -> None:
     result = await run_check(check.run, config)
-    assert (result.status, result.summary) == (CheckStatus.PASS, "llama, 1 shard, 0.0 MB")
+    assert (result.status, result.summary) == (CheckStatus.PASS, "llama, 1 shard, 2.7 kB")
     assert set(result.evidence) == {"node0", "node1"}
 
 

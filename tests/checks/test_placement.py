@@ -91,6 +91,6 @@ async def test_old_pushed_data_that_no_run_names_is_removed_and_that_is_said(con
     assert [folder.exists() for folder in folders] == [True, False, True, True, True]
     assert (folders[4] / "train.jsonl").read_text() == "rows 4"
     assert [step.note for step in steps if "older" in step.note] == [
-        "0.00 GB of older pushed data removed: no run there needs it"
+        "6 B of older pushed data removed: no run there needs it"
     ]
     assert "older pushed data removed" in (tmp_path / "home" / "audit.jsonl").read_text()

@@ -97,12 +97,12 @@ async def test_its_number_keys_lead_to_the_other_views_and_a_copy_goes_on_meanwh
         await console.press("7")
         await console.shows("max: it does not answer")
         await console.press("p")
-        await console.shows("1.00 of 4.00 GB")
+        await console.shows("1.0 GB of 4.0 GB")
         await console.press("2")
         assert console.on_deck and console.app.state.view == "preflight"
         for key in ("2", "escape"):
             await console.press("7")
-            await console.shows("1.00 of 4.00 GB")
+            await console.shows("1.0 GB of 4.0 GB")
             await console.press(key)
             assert console.on_deck and console.app.state.view == "preflight"
         goes_on.set()

@@ -23,7 +23,7 @@ from engine.checks.context import CheckContext
 from engine.checks.runner import plan_with_results, run_checks
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import CalibrationConfig, CheckpointConfig, ConsistencyConfig, JobConfig, PreflightConfig
-from engine.errors import ENABLE_RDMA
+from engine.errors import ENABLE_RDMA, size_text
 from engine.launch.hostfile import write_hostfile
 from engine.measurements import Calibration, LinkMeasure, MemoryProbe, NodeMeasure
 from engine.models import CheckResult, CheckStatus, NodeFacts, NvidiaGpu, PreflightReport, PreRdmaSync
@@ -483,13 +483,13 @@ def test_local_says_what_it_is_and_what_it_costs() -> None:
     assert reasons["strategy.local_steps"].source is Source.USER
     # In 1000 iterations 31 for local_steps, and 20 for saves, of which that after 800 is the same.
     assert "one for 20 updates in the mean" in reasons["strategy.local_steps"].reason
-    costs = f"{trained * 9 / 16 / 20 / 1e6:,.2f} MB for each update, where a rank sends {2 * trained / 1e6:,.2f} MB"
+    costs = f"{size_text(trained * 9 / 16 / 20)} for each update, where a rank sends {size_text(2 * trained)} with"
     assert costs in reasons["strategy.averaging_bytes"].reason
     # 2.25 GB in one direction after the other, on a link that takes 10 ns for each byte less its latency.
     assert section.averaging_s == pytest.approx(2 * 4 * 9 / 16 * (10 - 1e6 / 2**22), rel=1e-3)
     step = plan.performance_targets.step_s
     assert section.averaging_s is not None and step == pytest.approx(4 + section.averaging_s / 20 + 1e-3)
-    assert f"the weights averaged at least every 32 updates ({trained * 9 / 16 / 1e6:,.2f} MB each way)" in str(
+    assert f"the weights averaged at least every 32 updates ({size_text(trained * 9 / 16)} each way)" in str(
         summary(plan)
     )
     assert plan.worker_consistency.while_training == Disabled(
