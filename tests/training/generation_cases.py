@@ -46,6 +46,25 @@ class Made:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+def _large(kind: str, tuning: str = "lora", bits: int | None = None, **config: Any) -> Made:
+    size = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 384, "num_hidden_layers": 32}
+    return Made(kind, tuning=tuning, bits=bits, config={**size, "head_dim": 64, **config})
+
+
+_FULL, _TURNS = ["full_attention"] * 32, ["full_attention", "sliding_attention"] * 16
+LARGE = {
+    "llama": _large("llama", layer_types=_TURNS[::-1]),
+    "llama dora": _large("llama", "dora", layer_types=_FULL),
+    "llama full": _large("llama", "full", layer_types=_FULL),
+    "llama quantized": _large("llama", bits=8, layer_types=_FULL),
+    "qwen3": _large("qwen3"),
+    "qwen3_moe": _large("qwen3_moe"),
+    "mixtral": _large("mixtral", intermediate_size=384),
+    "ministral3": _large("ministral3", layer_types=_TURNS),
+}
+"""Of 32 layers, which are all but 1 % of the model."""
+
+
 def make_trained(tiny: Tiny, home: Path, made: Made) -> Trained:
     """A random model of four layers, and an adapter that changes what it says."""
     model_path, adapter = home / "model", home / "adapter"
