@@ -76,6 +76,7 @@ async def test_a_changed_key_is_refused_with_both_fingerprints(bench: SshBench, 
     assert isinstance(changed, HostKeyChanged)
     assert (changed.expected, changed.shown) == (before, sshd.fingerprint)
     assert before in str(changed)
+    assert changed.todo is not None and f"-R '[{LOOPBACK}]:{sshd.port}' -f {bench.home}/known_hosts`" in changed.todo
     assert sshd.fingerprint in str(changed)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import asyncssh
 
+from engine.cluster.transport.base import quoted
 from engine.errors import HostKeyChanged, HostKeyUnknown, NodeUnreachable
 
 _NIST = ("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521")
@@ -19,10 +20,26 @@ PLAIN_HOST_KEY_ALGORITHMS = ("ssh-ed25519", *_NIST, "rsa-sha2-512")
 """Host key algorithms without certificates."""
 
 
+class KnownHosts(asyncssh.SSHKnownHosts):
+    """Files of known_hosts as one, the first first. A line that is none is passed over, as ssh does."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Raises OSError."""
+        super().__init__()
+        self._lines = [(file, line) for file in files for line in file.read_text(errors="replace").splitlines()]
+        for _, line in self._lines:
+            with contextlib.suppress(ValueError):
+                self.load(line)
+
+    def files_with(self, key: asyncssh.SSHKey) -> list[Path]:
+        text = key.export_public_key().decode().split()[1]
+        return list(dict.fromkeys(file for file, line in self._lines if text in line))
+
+
 class HostKeyRecorder(asyncssh.SSHClient):
     """Remembers the host key that no known_hosts vouches for."""
 
-    def __init__(self, known_hosts: asyncssh.SSHKnownHosts, alias: str | None) -> None:
+    def __init__(self, known_hosts: KnownHosts, alias: str | None) -> None:
         self.known = known_hosts
         self._alias = alias
         self._asked: tuple[str, str, int] | None = None
@@ -66,16 +83,6 @@ class HostKeyRecorder(asyncssh.SSHClient):
         return [key for name in names for key in self.known.match(name, "", None)[0]]
 
 
-def read_known_hosts(files: Iterable[Path]) -> asyncssh.SSHKnownHosts:
-    """All of them as one, the first first. A line that is none is passed over, as ssh does. Raises OSError."""
-    known_hosts = asyncssh.SSHKnownHosts()
-    for file in files:
-        for line in file.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                known_hosts.load(line)
-    return known_hosts
-
-
 def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: str = "") -> NodeUnreachable:
     """The error for a host key that was not accepted; `reason` is asyncssh's, for one that it has not shown."""
     if recorder.offered is None:
@@ -84,12 +91,13 @@ def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: s
     fingerprint = recorder.offered.get_fingerprint()
     before = recorder.accepted()
     if before:
-        expected = before[0].get_fingerprint()
+        expected, files = before[0].get_fingerprint(), recorder.known.files_with(before[0])
+        forget = " and ".join(f"`ssh-keygen -R '{recorder.name}' -f {quoted(file)}`" for file in files)
         return HostKeyChanged(
             "the host key has changed",
             where=where,
             why=f"accepted is {expected}, it shows {fingerprint}",
-            todo=f"find out why; only then `ssh-keygen -R '{recorder.name}' -f` the known_hosts file and accept anew",
+            todo=f"find out why; only then {forget}, and accept anew",
             expected=expected,
             shown=fingerprint,
         )

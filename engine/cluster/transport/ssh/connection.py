@@ -93,7 +93,7 @@ class OpenConnection:
 @dataclass(frozen=True)
 class _Setup:
     options: asyncssh.SSHClientConnectionOptions
-    known: asyncssh.SSHKnownHosts
+    known: auth.KnownHosts
 
     @property
     def agent(self) -> str:
@@ -184,7 +184,7 @@ def _set_up(target: SshTarget, home: Path) -> _Setup:
         known_hosts=None,
     )
     user, system = (_files(options, f"{owner}KnownHostsFile") for owner in ("User", "Global"))
-    return _Setup(options, auth.read_known_hosts(ssh_config.known_hosts_files(home, user, system)))
+    return _Setup(options, auth.KnownHosts(ssh_config.known_hosts_files(home, user, system)))
 
 
 def _files(options: asyncssh.SSHClientConnectionOptions, name: str) -> list[str] | None:
