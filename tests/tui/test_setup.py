@@ -120,6 +120,41 @@ async def test_it_is_left_and_taken_up_again_and_nodes_are_typed_and_ordered(fak
     assert not (folder / "flightdeck.toml").exists()
 
 
+async def test_space_asks_a_host_anew_that_has_not_answered(
+    fake: FakeEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(fake, config=None, size=SMALL) as console:
+        await console.press("enter")
+        await answered(console)
+        await console.press("t", *"gone", "enter")
+        await console.shows("no answer within 10 s")
+        ask = FakeSetup.ask
+        monkeypatch.setattr(FakeSetup, "ask", lambda setup, host: ask(setup, "ana@ultra.local"))
+        await console.press("down", "down", "down", "space", "space")
+        await console.until(lambda: "no answer within 10 s" not in console.screen, "its answer")
+        assert screen(console).choices.chosen == ("ana@ultra.local", "max", "gone")
+
+
+async def test_data_that_was_chosen_before_is_shown_when_it_is_taken_up_again(fake: FakeEngine, folder: Path) -> None:
+    (folder / "more.jsonl").touch()
+    async with opened(fake, config=None, size=SMALL) as console:
+        await go_to_data(console)
+        await console.press("down")
+        await console.until(lambda: fake.setup.inspected[-1:] == ["more.jsonl"], "its rows")
+        await console.press("escape", "escape", "escape")
+        await console.until(lambda: console.on_deck, "the deck")
+        await console.press("i")
+        await answered(console)
+        await console.press("enter")
+        await at(console, "model")
+        await console.press("enter")
+        await at(console, "data")
+        await console.shows("▸ more.jsonl")
+        await console.shows("why is the sky blue?")
+        await console.press("enter")
+        await at(console, "method")
+
+
 async def test_a_files_own_epochs_and_budget_are_changed_and_not_replaced(fake: FakeEngine, folder: Path) -> None:
     job = '[job]\nmodel = "~/Qwen3"\ndata = "data"\nbatch_tokens = 9000\nepochs = 3\n'
     (folder / "flightdeck.toml").write_text(f'[[node]]\nssh = "ana@ultra.local"\n{job}')
@@ -130,7 +165,8 @@ async def test_a_files_own_epochs_and_budget_are_changed_and_not_replaced(fake: 
         await at(console, "model")
         await console.press("enter")
         await at(console, "data")
-        await console.press("enter", "enter")
+        await console.shows("why is the sky blue?")
+        await console.press("enter")
         await at(console, "method")
         await console.press("-", "-", "-", "right", "right", "left")
         await console.shows("1 epoch ")

@@ -121,6 +121,10 @@ class _Nodes(SetupStep):
             chosen = [] if set(wanted) == set(chosen) else wanted
         elif key == " " and host is not None:
             chosen = [name for name in chosen if name != host] if host in chosen else [*chosen, host]
+            answer = self.setup.candidates[host].answer
+            if host in chosen and answer is not None and not answer.answers:
+                # It may have been asleep.
+                self.setup.work(partial(self._search, [host], others=False), f"typed {host}")
         elif key in ("K", "J") and host in chosen:
             at = chosen.index(host)
             chosen.insert(max(0, at + (1 if key == "J" else -1)), chosen.pop(at))
@@ -278,8 +282,9 @@ class _Named(SetupStep):
         self._offer()
 
     def _offer(self) -> None:
-        self.rows = list(self.abouts)
-        if self.rows and not self.setup.typed:
+        self.rows, chosen = list(self.abouts), self.setup.typed
+        self.cursor = self.rows.index(chosen) if chosen in self.rows else self.cursor
+        if self.rows and not chosen:
             self.moved()
 
     def moved(self) -> None:
@@ -316,6 +321,8 @@ class _Data(_Named):
     def open(self) -> None:
         self.abouts |= dict.fromkeys(self.engine.setup.data_found(self.setup.target), "beside the file")
         super().open()
+        if self.setup.typed:
+            self.setup.work(partial(self._inspect, self.setup.typed), "inspect")
 
     def moved(self) -> None:
         super().moved()
