@@ -212,6 +212,25 @@ def test_the_newest_checkpoint_of_a_run_that_failed_is_used_as_a_result(
     assert [result["text"] for result in document["task_results"]] == [HARMLESS.validate_python(texts[len(PROMPTS)])]
     fused = failed.command("fuse", "--divided")["task_results"][-1]
     assert fused["accepted"] and fused["kept"] > 0.99
+    published_everywhere(failed, fused, tmp_path, expected["adapter"])
+
+
+def published_everywhere(run: Divided, fused: dict[str, Any], folder: Path, loss: float) -> None:
+    """The model that was fused of a run's parts: stock mlx-lm loads it from each folder, with this loss."""
+    name, rows = run.run.dir.id, run.data / "test.jsonl"
+    begins = {
+        "lmstudio": ["mlx_lm.generate --model ."],
+        "ollama": [f"ollama create {name} -f Modelfile", f"ollama run {name}"],
+        "gguf": [f"python $LLAMA_CPP/convert_hf_to_gguf.py . --outfile {name}.gguf", "llama-quantize", "llama-cli"],
+    }
+    for target, commands in begins.items():
+        document = run.command("publish", f"--{target}", str(folder / target), folder=folder)
+        published, card = Path(document["folder"]), Path(document["folder"], "README.md").read_text()
+        assert [line.startswith(begin) for begin, line in zip(commands, document["commands"], strict=True)]
+        assert stock_loss(published, rows) == pytest.approx(loss, abs=1e-3)
+        assert f"keeps {fused['kept']:.1%} of the gain" in card and "failed" in card
+    modelfile = (folder / "ollama" / f"{name}-ollama" / "Modelfile").read_text()
+    assert modelfile.startswith("FROM .\n") and "PARAMETER stop" in modelfile
 
 
 def started(nodes: Cluster, trained: Divided, task: str) -> ClusterRun:
