@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from engine.errors import InputError
+from engine.errors import InputError, StateError
 from engine.publish.model_card import TrainedRun, model_card
 from engine.publish.model_folder import ModelFolder, read_document
 
@@ -66,7 +66,7 @@ def _adapter_fault(folder: ModelFolder) -> str | None:
 
 
 def write_target(run: TrainedRun, folder: ModelFolder) -> Publication:
-    """Write the target's folder; it is complete, or not there. Raises InputError, OSError."""
+    """Write the target's folder; it is complete, or not there. Raises InputError, StateError."""
     target, name, place, models = run.request.target, run.record.id, run.request.place, _LM_STUDIO.expanduser()
     check_target(target, folder, name)
     if target == "lmstudio" and place is None and not models.is_dir():
@@ -75,16 +75,19 @@ def write_target(run: TrainedRun, folder: ModelFolder) -> Publication:
     path = Path(place or (models if target == "lmstudio" else "."), below).expanduser()
     if path.exists():
         raise InputError("it is published there already", where=str(path), todo="remove it, or give another folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=path.parent, ignore_cleanup_errors=True) as scratch:
-        made = Path(scratch, name)
-        made.mkdir()
-        folder.copy(made, run.base, _link)
-        if target == "ollama":
-            (made / "Modelfile").write_text(_modelfile(folder, name), encoding="utf-8")
-        usage = _commands(target, folder, name, run.base)
-        (made / "README.md").write_text(model_card(run, folder, name, usage), encoding="utf-8")
-        made.rename(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=path.parent, ignore_cleanup_errors=True) as scratch:
+            made = Path(scratch, name)
+            made.mkdir()
+            folder.copy(made, run.base, _link)
+            if target == "ollama":
+                (made / "Modelfile").write_text(_modelfile(folder, name), encoding="utf-8")
+            usage = _commands(target, folder, name, run.base)
+            (made / "README.md").write_text(model_card(run, folder, name, usage), encoding="utf-8")
+            made.rename(path)
+    except OSError as error:
+        raise StateError("it cannot be published", where=str(path), why=error) from error
     return Publication(path, commands=tuple(_commands(target, folder, name, run.config.job.model or run.base)))
 
 

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Final
 
 from engine.config.models import Config
-from engine.errors import plural
+from engine.errors import plural, size_text
 from engine.run.metrics import MetricsSeries
 from engine.run.run_plan import RunPlan
 from engine.snapshots import RankReport, Verification
@@ -115,7 +115,7 @@ def _checkpoint(ranks: Sequence[RankReport], iteration: int | None) -> Verificat
     size = ranks[0].saved_bytes if ranks else None
     if iteration is None or size is None:
         return Verification("checkpoint", None, "none written yet")
-    return Verification("checkpoint", size > 0, f"written at iteration {iteration}, {size:,} bytes")
+    return Verification("checkpoint", size > 0, f"written at iteration {iteration}, {size_text(size)}")
 
 
 def _overhead(ranks: Sequence[RankReport]) -> Verification:

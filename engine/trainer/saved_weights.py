@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError, check_header
+from engine.protocol.sizes import size_text
 from engine.protocol.task import Task
 from engine.trainer.checkpoint import store
 from engine.trainer.collective import Collective, TensorSpec, broadcast_object, describe
@@ -123,10 +124,10 @@ def _write(process: TrainingProcess, collective: Collective, parts: list[_Part],
         return path
     needed, free = sum(entry.nbytes for entry in entries.values()), shutil.disk_usage(folder).free
     if free < needed:
-        raise JobError(f"{folder} has {free:,} bytes free, and the weights of the state need {needed:,}")
+        raise JobError(f"{folder} has {size_text(free)} free, and the weights of the state need {size_text(needed)}")
     digest = write_safetensors(path, weights.entries, weights.arrays)
     # Parts of which there was nothing to write.
     weights.drain()
     plural = "s" * (len(parts) > 1)
-    process.reporter.print(f"weights from {len(parts)} part{plural} of a state: {needed:,} bytes, SHA-256 {digest}")
+    process.reporter.print(f"weights from {len(parts)} part{plural} of a state: {size_text(needed)}, SHA-256 {digest}")
     return path

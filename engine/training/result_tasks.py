@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from engine.protocol.job import Job, JobError, config_hash
+from engine.protocol.sizes import size_text
 from engine.protocol.task import KEEP, Task
 from engine.training.checkpoint_files import replace_folder
 from engine.training.data import RowFormat, Split, files_checksum, warn_of_truncation, with_standard_data
@@ -326,4 +327,4 @@ class FusionTask(ABC):
         except OSError as error:
             raise JobError(f"{self.target} cannot be made: {error.strerror}") from error
         if (free := shutil.disk_usage(folder).free) < needed:
-            raise JobError(f"{folder} has {free:,} bytes free, and the fused model needs {needed:,}")
+            raise JobError(f"{folder} has {size_text(free)} free, and the fused model needs {size_text(needed)}")

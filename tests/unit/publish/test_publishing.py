@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 import yaml
 
 from engine.api import Engine, PublicationRequest
-from engine.errors import InputError
+from engine.errors import InputError, StateError
 from engine.protocol.task import Task
 from engine.publish.model_folder import read_folder
 from engine.publish.targets import Publication
@@ -347,6 +350,21 @@ def test_the_command_prints_where_it_is_and_what_to_run(
     document = json.loads(done.out)
     assert document["folder"] == str(tmp_path / "out" / f"{run}-ollama")
     assert document["commands"][0] == f"ollama create {run} -f Modelfile"
+
+
+def test_a_full_disk_is_named_by_the_folder_that_is_written(
+    home: Path, run: str, write_model: WriteModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), source, None, target)
+
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    model, place = write_model(), tmp_path / "models"
+    with pytest.raises(StateError) as raised:
+        publish(home, run, "gguf", model, place)
+    why = "it cannot be published: No space left on device"
+    assert str(raised.value) == f"{place / f'{run}-gguf'}: {why}" and not [*place.iterdir()]
 
 
 @pytest.mark.parametrize(
