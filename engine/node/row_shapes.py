@@ -25,7 +25,8 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "content": ("content", "value", "text", "message"),
 }
 """Part of a row or of a message → keys that data sets have for it, the likeliest first."""
-_LACKING = {"chat": "messages", "text": "text", "completion": "an answer", "prompt": "a prompt"}
+_ANSWERS = (*_PARTS["completion"], *_PARTS["chosen"])
+_LACKING = {"chat": "messages", "text": "text", "completion": "an answer", "chosen": "an answer", "prompt": "a prompt"}
 _HALVES = {*_PARTS["prompt"], *_PARTS["completion"]}
 """Keys that are no text by themselves where the row has another one that may be their other half."""
 _ROLES = {
@@ -199,7 +200,7 @@ def _text(parts: _Parts) -> Row | None:
         # Of an object without a text the title, or the id, is none either.
         key = next(iter(texts or strings if len(parts.row) == 1 else texts if len(texts) == 1 else []), "")
         others = [name.lower() for name, value in parts.row.items() if name != key and value not in _EMPTY]
-        other_half = _PARTS["completion"] if key in _PARTS["prompt"] else _PARTS["prompt"]
+        other_half = _ANSWERS if key in _PARTS["prompt"] else _PARTS["prompt"]
         others += [name for name in other_half if name in parts.row]
         if key in _HALVES and any(name == "source" or not _ABOUT_A_ROW.fullmatch(name) for name in others):
             return None

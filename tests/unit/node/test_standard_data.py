@@ -293,6 +293,17 @@ READ: dict[str, tuple[str, bytes | Callable[[], bytes], dict[str, Any], list[Any
         {},
         PAIRS,
     ),
+    "preferences of which some are null": (
+        "p.jsonl",
+        jsonl(
+            [
+                {"prompt": "a", "chosen": None, "rejected": None},
+                {"prompt": "level?", "chosen": "three zero", "rejected": "no"},
+            ]
+        ),
+        {},
+        PAIRS[:1],
+    ),
     "messages and facts, of which some are null": (
         "m.jsonl",
         jsonl([{"id": "a", "messages": None}, {"id": 1, "messages": None}, *({"id": "b", **row} for row in MESSAGES)]),
