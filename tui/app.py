@@ -93,7 +93,7 @@ from tui.state import ENGINE_ERRORS, DeckState, StateStore
 from tui.widgets.chart import Chart
 from tui.widgets.compare_pane import ComparePane
 from tui.widgets.history_pane import HistoryPane
-from tui.widgets.logs_pane import Entry, FilterBar
+from tui.widgets.logs_pane import Entry
 from tui.widgets.text import pair
 
 if TYPE_CHECKING:
@@ -195,9 +195,9 @@ class FlightDeckApp(App[None]):
                 return
         entry = self.focused if isinstance(event, Key) and event.key == "enter" else None
         await super().on_event(event)
-        if isinstance(entry, Entry) and isinstance(entry.parent, FilterBar):
+        if isinstance(entry, Entry):
             # The next key is not for the prompt any more.
-            await entry.parent.answered()
+            await entry.drained()
 
     def exit(self, *arguments: Any, **named: Any) -> None:
         self._leaving = True

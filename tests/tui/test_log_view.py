@@ -37,7 +37,7 @@ class LogApp(App[None]):
 
     def compose(self) -> ComposeResult:
         yield LogView(redraw_s=0.02)
-        yield FilterBar()
+        yield FilterBar(lambda kind, text: self.answers.append((kind, text)))
 
     def on_mount(self) -> None:
         self.view.open(self._run_dir)
@@ -47,9 +47,6 @@ class LogApp(App[None]):
 
     def on_log_view_changed(self, event: LogView.Changed) -> None:
         self.states.append(event.state)
-
-    def on_filter_bar_answered(self, event: FilterBar.Answered) -> None:
-        self.answers.append((event.kind, event.text))
 
     @property
     def view(self) -> LogView:

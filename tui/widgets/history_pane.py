@@ -137,7 +137,7 @@ class HistoryPane(Pane):
     def compose(self) -> ComposeResult:
         yield Text(id="history-head", classes="head", wraps=True)
         yield RowList(id="history-rows")
-        yield RunPrompt(id="history-prompt")
+        yield RunPrompt(self._answer, id="history-prompt")
         with VerticalScroll(classes="detail", can_focus=False):
             yield Text(id="history-detail", wraps=True)
         yield Chart(id="history-chart")
@@ -248,12 +248,12 @@ class HistoryPane(Pane):
         texts = {_FILTER: self.filter, _TAGS: " ".join(run.tags) if run else "", _NOTE: (run.note or "") if run else ""}
         self.query_one(RunPrompt).open(kind, texts[kind])
 
-    def on_filter_bar_answered(self, event: FilterBar.Answered) -> None:
-        if event.kind == _FILTER:
-            self.filter = event.text.strip()
+    def _answer(self, kind: str, text: str) -> None:
+        if kind == _FILTER:
+            self.filter = text.strip()
             self.refresh_pane()
         elif self.selected is not None:
-            self.post_message(self.Annotated(self.selected, event.kind, event.text))
+            self.post_message(self.Annotated(self.selected, kind, text))
 
     def sort(self, *, reverse: bool) -> None:
         if reverse:

@@ -23,19 +23,29 @@ from tui.widgets.pane import Pane
 
 SEARCH: Final = "search"
 FILTER: Final = "filter"
-_ANSWER_S: Final = 2.0
+_TAKEN_S: Final = 2.0
 
 
 class Entry(Input):
-    """Takes enter before what is typed behind it, which a binding of its parents' sees only later."""
+    """Takes enter itself, in its turn between what is typed before and behind it."""
 
-    async def key_enter(self, event: Key) -> None:
+    def key_enter(self, event: Key) -> None:
         event.stop()
-        await self.action_submit()
+        assert isinstance(self.parent, FilterBar)
+        self.parent.enter(self.value)
+
+    async def drained(self) -> None:
+        """Wait until it has taken all keys that it was given."""
+        done = asyncio.Event()
+        # One that is taken down takes no more.
+        if self.call_later(done.set):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), _TAKEN_S)
 
 
 class FilterBar(Horizontal):
-    """Hidden until it is opened. Enter answers with Answered, escape (the app calls `close`) with nothing."""
+    """Hidden until it is opened. Enter hands `answer` the kind, a key of PROMPTS, and a text that `check` takes, or
+    none; escape (the app calls `close`) nothing."""
 
     DEFAULT_CSS = """
     FilterBar { height: 1; display: none; }
@@ -51,16 +61,9 @@ class FilterBar(Horizontal):
     }
     """Kind → what stands before the entry, and what it takes."""
 
-    @dataclass
-    class Answered(Message):
-        """A text was entered that `check` takes, or nothing at all."""
-
-        kind: str
-        """A key of PROMPTS."""
-        text: str
-
-    def __init__(self, *, id: str | None = None) -> None:
+    def __init__(self, answer: Callable[[str, str], object], *, id: str | None = None) -> None:
         super().__init__(id=id)
+        self._answer = answer
         self.kind = SEARCH
         self._entered: dict[str, list[str]] = {kind: [] for kind in self.PROMPTS}
         """The patterns, oldest first, each once."""
@@ -93,17 +96,6 @@ class FilterBar(Horizontal):
             # At once, as when it is opened.
             self.screen.set_focus(self.parent.keys_go_to, scroll_visible=False)
 
-    async def answered(self) -> None:
-        """Wait until enter, its submission and its answer have gone through the entry, this bar and the pane."""
-        entry = self.query_one(Entry)
-        # One that is taken down answers no more.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ANSWER_S):
-                for part in (entry, entry, self, self, self.parent):
-                    done = asyncio.Event()
-                    if part is not None and part.call_later(done.set):
-                        await done.wait()
-
     def on_key(self, event: Key) -> None:
         """Up and down go through what was entered before."""
         entered = self._entered[self.kind]
@@ -119,19 +111,18 @@ class FilterBar(Horizontal):
         event.stop()
         self._show_fault("")
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
+    def enter(self, text: str) -> None:
         try:
-            if event.value:
-                self.check(event.value)
+            if text:
+                self.check(text)
         except ValueError as fault:
             self._show_fault(str(fault))
             return
-        if event.value:
+        if text:
             entered = self._entered[self.kind]
-            entered[:] = [text for text in entered if text != event.value] + [event.value]
+            entered[:] = [other for other in entered if other != text] + [text]
         self.close()
-        self.post_message(self.Answered(self.kind, event.value))
+        self._answer(self.kind, text)
 
     def check(self, text: str) -> None:
         """Raises ValueError for what is not taken."""
@@ -156,7 +147,7 @@ class LogsPane(Pane):
 
     def compose(self) -> ComposeResult:
         yield LogView(id="log", redraw_s=self._redraw_s)
-        yield FilterBar(id="prompt")
+        yield FilterBar(self._answer, id="prompt")
 
     @property
     def view(self) -> LogView:
@@ -193,11 +184,11 @@ class LogsPane(Pane):
         self.post_message(self.SearchChanged(event.state.search is not None))
         self.show(self.state)
 
-    def on_filter_bar_answered(self, event: FilterBar.Answered) -> None:
-        if event.kind == SEARCH:
-            self.view.search(event.text)
+    def _answer(self, kind: str, text: str) -> None:
+        if kind == SEARCH:
+            self.view.search(text)
         else:
-            self.view.filter(event.text)
+            self.view.filter(text)
 
     def do(self, action: str) -> None:
         LOG_ACTIONS[action](self.view, self.query_one(FilterBar))
