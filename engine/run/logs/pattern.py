@@ -85,6 +85,12 @@ class LogPattern:
     def positions(self, data: bytes, redactor: Callable[[str], str]) -> Iterator[int]:
         """In whole lines of a log: one position in each line that matches, first to last."""
         plain = b"".join(_COLOURS.split(data)) if b"\x1b[" in data else data
+        if self.raw is None:
+            # Of a line with returns the end is shown, and a tab as one blank or several.
+            plain = plain.replace(b"\r", b" ")
+            if not any(b"  " in needle for needle in self.needles):
+                plain = plain.replace(b"\t", b" ")
+        moved = len(plain) != len(data)
         searches = self._searches(plain.lower() if self.folded else plain)
         in_bytes = len(searches)
         if not plain.isascii() or any(byte in plain for byte in (b"\x1b", b"\r", b"\t")):
@@ -94,7 +100,7 @@ class LogPattern:
         at = begin = 0  # of the next line that may match, in `plain` and in `data`
         while (place := min((place for place in upcoming if place >= 0), default=-1)) >= 0:
             start, end = plain.rfind(b"\n", 0, place) + 1, plain.find(b"\n", place)
-            begin = start if plain is data else _lines_on(data, begin, plain.count(b"\n", at, start))
+            begin = _lines_on(data, begin, plain.count(b"\n", at, start)) if moved else start
             line = data[begin : stop if (stop := data.find(b"\n", begin)) >= 0 else len(data)]
             at = (len(plain) if end < 0 else end) + 1
             if len(line) > SHOWN_BYTES:

@@ -23,7 +23,9 @@ parse = LogPattern.parse
 stored = ["foo", "Foo", "bar", "b\tar", "é", "fo\x1b[1mo", "foo\x1b[0m", "x\rfoo", "o\r", ""]
 stored += ["\x1b[1m\x1b[", "\x1b[\x1b[1mfoo", "f\x1b[3\x1b[1moo", "\x1b]0;\x1b[2mfoo\x07"]
 stored += ["größe", "Größe", "GRÖẞE", "İ", "文é", "Жар", "e\u0301", "\ufeffé", "a\u00a0é", "İ文"]
+stored += ["\t", "o\tf", "1234567\tf", "o  f\r", "foo\rx", "\r\tfoo"]
 searched = ["foo", "Foo", "bar", "é", "re:^fo+$", "re:ba?r|Foo", "re:^.$", "o f", "größe", "Gr", "i", "жа", "a é"]
+searched += ["o  f", " f", "7 f", "o "]
 words = st.lists(st.sampled_from(stored), max_size=3)
 chatter = st.lists(
     st.tuples(st.sampled_from([0, 1, LAUNCHER_SOURCE]), st.lists(words.map(" ".join), min_size=1, max_size=4)),
@@ -226,7 +228,7 @@ def test_a_filter_keeps_up_and_matches_a_growing_line_again(logs: RunLogs) -> No
     assert numbers() == ([0, 1, 3], [2])
 
 
-def test_of_lines_with_letters_of_other_alphabets_only_those_that_may_match_are_looked_at(
+def test_of_lines_that_are_not_shown_as_they_are_stored_only_those_that_may_match_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked_at = list[bytes]()
@@ -240,6 +242,9 @@ def test_of_lines_with_letters_of_other_alphabets_only_those_that_may_match_are_
     matching = [list(parse(text).positions(data, str)) for text in ("loss", "verlust", "über", "größe")]
     assert matching == [[], [38], [38], [0]]
     assert len(looked_at) == 3
+    data = b"step\t1\tloss\t2.5\n 10%\r 20%\rdone\r\nno space\tleft\n"
+    assert [list(parse(text).positions(data, str)) for text in ("nothing", "loss", "20%", "e l")] == [[], [0], [], []]
+    assert [line[:4] for line in looked_at[3:]] == [b"step", b" 10%", b"no s"]
 
 
 def test_a_search_can_be_stopped(logs: RunLogs) -> None:
