@@ -9,13 +9,14 @@ import pytest
 
 from engine.models import NodeTelemetry, RunState
 from engine.run.verification import gpu_line
-from engine.snapshots import Alarm, Quiet, RunSnapshot, Verification
+from engine.snapshots import Alarm, Quiet, ResultFile, RunResult, RunSnapshot, Verification
 from tests.tui import fake_engine
 from tests.tui.conftest import opened
 from tests.tui.fake_engine import FakeEngine
+from tui.formatting import resume_text
 from tui.glyphs import Glyphs
 from tui.state import DeckState
-from tui.widgets.run_summary import SHOWN_ALARMS, alarms, outcome, rank_line, rank_table, verification
+from tui.widgets.run_summary import SHOWN_ALARMS, alarms, left, outcome, rank_line, rank_table, verification
 
 LINES = (
     Verification("backend", True, "ring, 2 ranks, on Device(gpu, 0)"),
@@ -139,3 +140,11 @@ async def test_an_alarm_is_in_the_run_pane_and_the_lines_are_there_when_it_has_t
         await console.press("4", "z")
         await console.shows("✓ backend")
         await console.shows("? GPU use")
+
+
+def test_what_is_kept_of_a_run_is_what_its_resumption_begins_from() -> None:
+    emergency = ResultFile("checkpoint", False, 41, "local-0", "/c/step-41/weights", "step-41/weights", 9, "0" * 64)
+    snapshot = replace(fake_engine.aborted(), result=RunResult((emergency,)))
+    assert max(mark.iteration for mark in snapshot.series.marks) == 40
+    assert "the checkpoint of iteration 41: R resumes from it" in text(left(state(snapshot), snapshot, 80, tall=False))
+    assert resume_text(snapshot) == "from iteration 41 (checkpoint on local-0)"

@@ -496,8 +496,10 @@ def _place(snapshot: RunSnapshot) -> str:
 
 
 def newest_checkpoint(snapshot: RunSnapshot) -> int | None:
-    """Iteration of the newest committed checkpoint, None when there is none."""
-    return max((mark.iteration for mark in snapshot.series.marks if mark.kind == "checkpoint"), default=None)
+    """Iteration of the newest one, also of those saved at an end by force; None when there is none."""
+    saved = snapshot.result.newest("checkpoint") if snapshot.result is not None else ()
+    marked = (mark.iteration for mark in snapshot.series.marks if mark.kind == "checkpoint")
+    return max((*(file.iteration for file in saved), *marked), default=None)
 
 
 def marks(snapshot: RunSnapshot) -> list[tuple[int, str]]:
