@@ -33,9 +33,19 @@ class ModelsApi:
         self._runs = runs
 
     async def list(self, config: Config) -> list[NodeCopies]:
-        """The copies on each host of the configuration, one entry for each, in its order; of a host that gave no answer
-        the `problem`."""
-        return await asyncio.gather(*map(self._of, hosts_among(config.nodes).values()))
+        """As `each`, in the configuration's order."""
+        seen = {copies.node: copies async for copies in self.each(config)}
+        return [seen[node.name] for node in hosts_among(config.nodes).values()]
+
+    def each(self, config: Config) -> AsyncGenerator[NodeCopies, None]:
+        """The copies on each host of the configuration, one entry for each, as they answer; of a host that gave no
+        answer the `problem`."""
+
+        async def work(report: Callable[[NodeCopies], None]) -> None:
+            for answer in asyncio.as_completed(map(self._of, hosts_among(config.nodes).values())):
+                report(await answer)
+
+        return stream(work, name="copies")
 
     async def _of(self, node: NodeConfig) -> NodeCopies:
         folders = [posixpath.dirname(node.model)] if node.model and node.model.startswith(("/", "~/")) else []

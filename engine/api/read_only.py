@@ -14,7 +14,7 @@ _READS: Final[dict[str, Collection[str]]] = {
     "comparisons": ("compare",),
     "launches": ("plan", "differences"),
     "queue": ("snapshot",),
-    "models": ("list",),
+    "models": ("list", "each"),
     "calibrations": ("latest", "latest_scaling", "predict"),
     **dict.fromkeys(("results", "checks", "tasks", "chats", "environments", "setup"), ()),
 }

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from textual.widgets import OptionList
 
 from engine.api import Config, NodeCopies, NodeCopy
 from engine.errors import InputError
@@ -26,11 +27,9 @@ class FakeModels:
     asked: list[tuple[str, ...]] = field(default_factory=list)
     copies: tuple[NodeCopy, ...] = (TINY, ROWS)
 
-    async def list(self, config: Config) -> list[NodeCopies]:
-        return [
-            NodeCopies(node="ultra", cache="/hub", free_bytes=10**12, copies=self.copies),
-            NodeCopies(node="max", problem="it does not answer"),
-        ]
+    async def each(self, config: Config) -> AsyncIterator[NodeCopies]:
+        yield NodeCopies(node="ultra", cache="/hub", free_bytes=10**12, copies=self.copies)
+        yield NodeCopies(node="max", problem="it does not answer")
 
     async def push(self, config: Config, name: str) -> AsyncIterator[CopyProgress]:
         self.asked.append(("push", name))
@@ -114,14 +113,15 @@ async def test_rows_of_one_file_are_not_acted_on_by_another(
 ) -> None:
     answers, listed = asyncio.Event(), list[str]()
 
-    async def slow(config: Config) -> list[NodeCopies]:
+    async def slow(config: Config) -> AsyncIterator[NodeCopies]:
         names = [node.name for node in config.nodes]
         while len(names) == 3 and not answers.is_set():
             await asyncio.sleep(0.01)
         listed.append(", ".join(names))
-        return [NodeCopies(node=name, cache="/hub", free_bytes=1, copies=(TINY,)) for name in names]
+        for name in names:
+            yield NodeCopies(node=name, cache="/hub", free_bytes=1, copies=(TINY,))
 
-    monkeypatch.setattr(models, "list", slow)
+    monkeypatch.setattr(models, "each", slow)
     async with opened(fake, config=macs.configuration(2)) as console:
         await console.press("7")
         await console.shows("org/tiny")
@@ -164,6 +164,34 @@ async def test_nodes_of_another_file_are_asked_when_what_was_under_way_has_ended
         await console.shows("4.0 GB")
         await console.shows("verified: org/tiny")
         assert "damaged: model.safetensors" in console.screen
+
+
+async def test_a_node_that_is_slow_holds_up_no_other_and_its_listing_is_not_the_copy_that_came_before(
+    fake: FakeEngine, models: FakeModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = asyncio.Event()
+
+    async def slow(config: Config) -> AsyncIterator[NodeCopies]:
+        yield NodeCopies(node="max", cache="/hub", free_bytes=10**12, copies=(ROWS,))
+        while not answers.is_set():
+            await asyncio.sleep(0.01)
+        yield NodeCopies(node="ultra", cache="/hub", free_bytes=10**12, copies=(TINY,))
+
+    monkeypatch.setattr(models, "each", slow)
+    async with opened(fake, config=macs.configuration(2)) as console:
+        await console.press("7")
+        await console.shows("hf:org/rows")
+        assert "asking the nodes" in console.screen and "org/tiny" not in console.screen
+        answers.set()
+        await console.shows("org/tiny")
+        assert console.screen.index("org/tiny") < console.screen.index("hf:org/rows")
+        assert console.app.screen.query_one(OptionList).highlighted == 1, "the cursor stays on its row"
+        answers.clear()
+        await console.press("p")
+        await console.shows("asking the nodes")
+        await console.press("c")
+        await console.shows("the listing was stopped")
+        assert models.asked == [("push", "hf:org/rows")]
 
 
 async def test_c_right_behind_a_key_leaves_none_under_way(fake: FakeEngine, models: FakeModels) -> None:

@@ -72,7 +72,7 @@ class ModelCopies(ModalScreen[str]):
         self._pushed: str | None = None
         self._copies: list[tuple[NodeCopies, NodeCopy]] = []
         self._asked: tuple[NodeConfig, ...] = ()
-        """The nodes of the last listing."""
+        """The nodes of the last listing; none where it has to be made again."""
         self._notes: dict[str, str] = {}
         """By node, or "" for all."""
         self._busy = ""
@@ -201,18 +201,20 @@ class ModelCopies(ModalScreen[str]):
                 self.call_later(lambda: self._start(_LISTING, self._list_beside(dict(self._notes))))
 
     async def _list(self) -> None:
-        self._note("asking the nodes")
-        config = self._config
-        self._asked = config.nodes
-        nodes = await self._client.call(lambda: self._client.engine.models.list(config))
-        if config.nodes != self._config.nodes:
-            await self._list()
-            return
-        self._show_rows([(node, copy) for node in nodes for copy in node.copies])
+        """Show what each node has as soon as it answers."""
+        config, seen = self._config, {node.node: node for node, _ in self._copies}
+        self._asked, names = config.nodes, [node.name for node in config.nodes]
+        self._notes = {"": "asking the nodes", **dict.fromkeys(names, "")}
+        self._draw_notes()
+        async with aclosing(self._client.each(lambda: self._client.engine.models.each(config))) as answers:
+            async for node in answers:
+                if config.nodes != self._config.nodes:
+                    return
+                seen[node.node] = node
+                self._show_rows([(seen[name], copy) for name in names if name in seen for copy in seen[name].copies])
+                free = f"{size(node.free_bytes)} free in {node.cache}{', HF_HUB_OFFLINE is set' * node.offline}"
+                self._note(f"{node.node}: {node.problem or free}", node.node)
         self._note("" if self._copies else "no node has a model or data set in its cache or a folder of models")
-        for node in nodes:
-            free = f"{size(node.free_bytes)} free in {node.cache}{', HF_HUB_OFFLINE is set' * node.offline}"
-            self._note(f"{node.node}: {node.problem or free}", node.node)
 
     async def _list_beside(self, ends: dict[str, str]) -> None:
         """With the notes on what has ended."""
@@ -221,12 +223,14 @@ class ModelCopies(ModalScreen[str]):
         self._draw_notes()
 
     def _show_rows(self, copies: list[tuple[NodeCopies, NodeCopy]]) -> None:
-        self._copies = copies
+        before, self._copies = self._copies, copies
         for rows in self.query(_Rows):
-            place = rows.highlighted
+            place = rows.highlighted or 0
+            same = [(node.node, copy.path) for node, copy in before[place : place + 1]]
             rows.clear_options()
             rows.add_options(_rows(copies, self.app.size.width - _FRAME))
-            rows.highlighted = min(place or 0, len(copies) - 1) if copies else None
+            again = (index for index, (node, copy) in enumerate(copies) if (node.node, copy.path) in same)
+            rows.highlighted = next(again, min(place, len(copies) - 1)) if copies else None
 
     async def _push(self, name: str) -> None:
         await self._copy(lambda: self._client.engine.models.push(self._config, name))
@@ -236,9 +240,8 @@ class ModelCopies(ModalScreen[str]):
         async with aclosing(self._client.each(make)) as steps:
             async for step in steps:
                 self._note(copy_text(step), step.node)
-        ends = dict(self._notes)
-        await self._list_beside(ends)
-        self._note("copied and verified" if ends.keys() - {""} else "nothing to copy")
+        self._asked = ()
+        self._note("copied and verified" if self._notes.keys() - {""} else "nothing to copy")
 
     async def _verify(self, name: str) -> None:
         self._note(f"each file of {name} is hashed")
@@ -251,7 +254,7 @@ class ModelCopies(ModalScreen[str]):
 
     async def _remove(self, config: Config, name: str, node: str) -> None:
         freed = await self._client.call(lambda: self._client.engine.models.remove(config, name, node))
-        await self._list()
+        self._asked = ()
         self._note(f"{node}: {name} is removed, {size(freed)} are free again")
 
     def _note(self, text: str, node: str = "") -> None:
