@@ -419,7 +419,7 @@ GROUPS: Final = {
 
 _BAR: Final[dict[str, tuple[str, ...]]] = {
     "dashboard": ("demo", "setup", "launch", "enqueue", "abort", "recheck", "help", "palette", "quit"),
-    "nodes": ("recheck", "fix", "shell", "copy", "back", "launch", "help", "quit"),
+    "nodes": ("recheck", "fix", "shell", "models", "copy", "back", "launch", "help", "quit"),
     "preflight": ("recheck", "fix", "skip", "copy", "back", "launch", "help", "quit"),
     "calibration": ("calibrate", "calibrate_quick", "scaling", "copy", "back", "launch", "help", "quit"),
     "run": ("abort", "search", "follow", "next_metric", "back", "help", "quit"),

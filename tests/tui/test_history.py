@@ -137,6 +137,25 @@ async def test_the_curve_of_a_described_run_has_the_height_that_its_description_
         assert console.app.deck.history.query_one(Chart).size.height > WIDE[1] / 2
 
 
+@pytest.mark.parametrize("size", [*SIZE, (100, 30)])
+async def test_a_description_and_a_checks_details_have_room_beside_their_scrollbar(
+    fake: FakeEngine, size: tuple[int, int]
+) -> None:
+    run, checks = fake_engine.failed(), fake_engine.CHECKS
+    settings = {name: 1 for name in "abcdefghijklmnopqrstuvwxyz" * 2}
+    long = checks[0].model_copy(update={"evidence": {f"node-{n}": "y" * 500 for n in range(9)}})
+    record = run.record.model_copy(update={"settings": settings, "cause": "x" * 3000})
+    fake.add(replace(run, record=record, checks=(long, *checks[1:])))
+    async with opened(fake, size=size) as console:
+        for pane, keys in (("preflight", "2"), ("history", ("5", "enter"))):
+            await console.press(*keys)
+            detail = console.app.deck.pane(pane).query_one(".detail")
+            await console.until(lambda detail=detail: detail.show_vertical_scrollbar, f"a scrollbar in {pane}")
+            text = detail.query_one(Text)._put
+            assert text is not None
+            assert max(line.cell_length for line in text.split()) <= detail.scrollable_content_region.width
+
+
 async def test_a_run_that_left_a_checkpoint_alone_is_described_with_the_commands_that_take_it(fake: FakeEngine) -> None:
     run = fake_engine.aborted()
     file = ResultFile("checkpoint", False, 40, "local-0", "/c/step-40/weights", "step-40/weights", 9, "0" * 64)

@@ -36,11 +36,11 @@ class TabStrip(Text):
             parts.append(_tab(f"{number} {name}", lit=name == current))
             if name == "run":
                 parts.append(_tab("logs", lit=current == "logs"))
-        self.put(Content(" ").join(parts))
+        self.put(Content("  ").join([*parts, _tab("7 models", lit=False)]))
 
 
 def _tab(text: str, *, lit: bool) -> Content:
-    return Content.styled(f" {text} ", "bold reverse" if lit else MUTED)
+    return Content.styled(text, "bold reverse" if lit else MUTED)
 
 
 KEY_GAP = 3

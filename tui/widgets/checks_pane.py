@@ -46,7 +46,10 @@ class ChecksPane(Pane):
         self.post_message(self.Selected(self.NAME, event.rows.selected))
 
     def title(self, state: DeckState) -> str:
-        return f"preflight{state.glyphs.separator}{verdict(state)}"
+        text, begin = verdict(state), f"preflight{state.glyphs.separator}"
+        # The narrowest dashboard has no room for "of the run: passed with 2 warnings".
+        fits = len(f"2 {begin}{text}") <= self.size.width - 6
+        return begin + (text if fits else text.replace("passed with ", ""))
 
     def draw(self, state: DeckState) -> None:
         note, text = self.query_one("#checks-note", Text), _note(state)
@@ -79,7 +82,8 @@ class ChecksPane(Pane):
         check = self._selected()
         self.query_one(".detail").display = self.full and check is not None
         if self.full:
-            detail = _detail(check, self.state, self.room) if check is not None else Content("")
+            # Less a scrollbar.
+            detail = _detail(check, self.state, self.room - 1) if check is not None else Content("")
             self.query_one("#checks-detail", Text).put(detail)
 
     def copy_text(self) -> str:

@@ -229,9 +229,11 @@ class HistoryPane(Pane):
     def _detail(self) -> None:
         run = self.record
         if self.full and run is not None:
-            lines = _detail(self.state, run, self.room)
+            # Less a scrollbar.
+            room = self.room - 1
+            lines = _detail(self.state, run, room)
             if self.state.detail and self._described is not None and self._described.record.id == run.id:
-                lines = described(self.state, run, self._described, self.room)
+                lines = described(self.state, run, self._described, room)
             self.query_one("#history-detail", Text).put(Content("\n").join(lines))
 
     def describe(self, snapshot: RunSnapshot, series: SeriesSource) -> None:
