@@ -199,6 +199,13 @@ class FlightDeckApp(App[None]):
             # The next key is not for the prompt any more.
             await entry.drained()
 
+    def get_css_variables(self) -> dict[str, str]:
+        variables = super().get_css_variables()
+        if self.has_class(FEW_COLOURS):
+            # Of 16 colours, the one that is nearest to that of warnings is the red of what has failed.
+            variables["warning"] = variables["text-warning"]
+        return variables
+
     def exit(self, *arguments: Any, **named: Any) -> None:
         self._leaving = True
         super().exit(*arguments, **named)
@@ -221,6 +228,8 @@ class FlightDeckApp(App[None]):
         self.set_interval(TICK_S, self._tick)
         few = not self.is_headless and self.console.color_system in (None, "standard")
         self.set_class(self.no_color or few, FEW_COLOURS)
+        if few:
+            self.refresh_css(animate=False)
         # After `fg` the terminal's alternate screen is empty, and Textual draws only what has changed.
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True), immediate=True)
         self.call_after_refresh(self._start_reading)

@@ -142,7 +142,7 @@ async def test_a_description_and_a_checks_details_have_room_beside_their_scrollb
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:
     run, checks = fake_engine.failed(), fake_engine.CHECKS
-    settings = {name: 1 for name in "abcdefghijklmnopqrstuvwxyz" * 2}
+    settings = dict.fromkeys("abcdefghijklmnopqrstuvwxyz" * 2, 1)
     long = checks[0].model_copy(update={"evidence": {f"node-{n}": "y" * 500 for n in range(9)}})
     record = run.record.model_copy(update={"settings": settings, "cause": "x" * 3000})
     fake.add(replace(run, record=record, checks=(long, *checks[1:])))

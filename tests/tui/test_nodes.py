@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from rich.color import Color, ColorSystem
 from textual.widgets import Button
 
 from engine.cluster.transport.base import Completed
@@ -272,6 +273,14 @@ async def test_the_row_of_the_cursor_is_underlined_where_there_are_few_colours(s
         assert rows.get_component_styles("row-list--cursor").text_style.underline is not True
         console.app.add_class(FEW_COLOURS)
         await console.until(lambda: rows.get_component_styles("row-list--cursor").text_style.underline is True)
+
+
+async def test_of_16_colours_a_warning_has_another_one_than_a_failure(studio: FakeEngine) -> None:
+    async with opened(studio, config=macs.configuration()) as console:
+        console.app.add_class(FEW_COLOURS)
+        shown, states = console.app.get_css_variables(), ("success", "warning", "error")
+        nearest = {name: Color.parse(shown[name].lower()).downgrade(ColorSystem.STANDARD).number for name in states}
+        assert len(set(nearest.values())) == len(states), nearest
 
 
 async def test_y_on_a_node_copies_the_fix_of_a_check_as_a_line_for_a_shell_here(studio: FakeEngine) -> None:
