@@ -325,13 +325,15 @@ async def test_each_check_has_its_place_and_its_words_before_it_begins(fake: Fak
         assert console.app.deck.pane("preflight").text().count("performance_layer: throughput") == 1
 
 
-@pytest.mark.parametrize("size", [(100, 30), (120, 36)])
-async def test_the_title_of_the_checks_is_whole_on_each_dashboard(fake: FakeEngine, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("size", "title"), [((100, 30), "2 warnings ─"), ((120, 36), "passed with 2 warnings ─")])
+async def test_the_title_of_the_checks_is_whole_on_each_dashboard(
+    fake: FakeEngine, size: tuple[int, int], title: str
+) -> None:
     warning = fake_engine.CHECKS[0].model_copy(update={"status": CheckStatus.WARN})
     fake.add(replace(fake_engine.failed(), checks=(warning, *fake_engine.CHECKS[1:])))
     async with opened(fake, size=size) as console:
         await console.shows("of the run: ")
-        assert "2 warnings ─" in console.screen
+        assert title in console.screen
 
 
 async def test_the_log_of_a_run_that_started_nothing_does_not_promise_any(fake: FakeEngine) -> None:

@@ -48,7 +48,7 @@ class ChecksPane(Pane):
     def title(self, state: DeckState) -> str:
         text, begin = verdict(state), f"preflight{state.glyphs.separator}"
         # The narrowest dashboard has no room for "of the run: passed with 2 warnings".
-        fits = len(f"2 {begin}{text}") <= self.size.width - 6
+        fits = len(f"{self.NUMBER} {begin}{text}") <= self.room - 2
         return begin + (text if fits else text.replace("passed with ", ""))
 
     def draw(self, state: DeckState) -> None:
