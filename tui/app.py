@@ -324,7 +324,8 @@ class FlightDeckApp(App[None]):
         edited_here, self._edited_here = self._edited_here, False
         if message.ready is None or message.ready.config is None:
             self.store.change(fault=f"edited, and faulty: what was read before still counts\n{message.fault}")
-            self.say("the edited configuration has faults: the plan shows them", severity="warning")
+            where = "the plan" if self.state.config is None else "E"
+            self.say(f"the edited configuration has faults: {where} shows them", severity="warning")
             if edited_here and len(self.screen_stack) == 1 and self.state.config is not None:
                 self.do_configuration()
         elif message.ready.accepted and self._setup:
@@ -335,7 +336,8 @@ class FlightDeckApp(App[None]):
         elif message.ready.accepted:
             before = self.state.config.file if self.state.config is not None else None
             self._take_config(message.ready)
-            how = f"was edited: {', '.join(self.state.edits) or 'as it was first'}"
+            edits = ", ".join(self.state.edits) or "no value differs from what was read first, or launched last"
+            how = f"was edited: {edits}"
             self.say(f"{message.ready.config.file} {how if before == message.ready.config.file else 'counts now'}")
         else:
             self._ask_config(message.ready, message.ready.config)

@@ -283,6 +283,8 @@ def cell_text(difference: Difference, value: object) -> str:
         return NOT_MEASURED
     if isinstance(value, bool):
         return "true" if value else "false"
+    if difference.key == "why it ended":
+        return reason_text(str(value))
     if difference.section == "result" and isinstance(value, int | float):
         return _CELLS.get(difference.key, loss)(value).strip()
     return f"{value:g}" if isinstance(value, float) else str(value)

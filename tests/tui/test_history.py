@@ -21,6 +21,7 @@ from tests.tui import fake_engine
 from tests.tui.conftest import SIZE, WIDE, Console, opened
 from tests.tui.fake_engine import NOW, FakeEngine
 from tests.unit.run.run_maker import report
+from tui.formatting import cell_text
 from tui.glyphs import Glyphs
 from tui.state import DeckState
 from tui.widgets import history_pane
@@ -154,6 +155,11 @@ async def test_a_description_and_a_checks_details_have_room_beside_their_scrollb
             text = detail.query_one(Text)._put
             assert text is not None
             assert max(line.cell_length for line in text.split()) <= detail.scrollable_content_region.width
+
+
+def test_a_comparison_says_why_runs_ended_in_words() -> None:
+    ended = Difference("result", "why it ended", ("user_abort", "rank_killed", None))
+    assert [cell_text(ended, value) for value in ended.values] == ["on request", "rank killed", "–"]
 
 
 async def test_a_run_that_left_a_checkpoint_alone_is_described_with_the_commands_that_take_it(fake: FakeEngine) -> None:
