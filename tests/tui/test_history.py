@@ -159,7 +159,7 @@ async def test_a_description_and_a_checks_details_have_room_beside_their_scrollb
 
 def test_a_comparison_says_why_runs_ended_in_words() -> None:
     ended = Difference("result", "why it ended", ("user_abort", "rank_killed", None))
-    assert [cell_text(ended, value) for value in ended.values] == ["on request", "rank killed", "–"]
+    assert [cell_text(ended, value) for value in ended.values] == ["on request", "rank killed", "-"]
 
 
 async def test_a_run_that_left_a_checkpoint_alone_is_described_with_the_commands_that_take_it(fake: FakeEngine) -> None:
