@@ -162,6 +162,11 @@ class DeckState:
         """The shown run has not ended."""
         return self.snapshot is not None and not self.snapshot.record.state.ended
 
+    @property
+    def ranks_work(self) -> bool:
+        """The shown run has an attempt under way: what its ranks reported is not an earlier one's."""
+        return self.snapshot is not None and self.snapshot.record.state in ("running", "finishing")
+
     @cached_property
     def listed(self) -> ListedRuns:
         """`runs`, gone through."""

@@ -185,6 +185,15 @@ def test_a_rank_that_waits_while_another_answers_or_saves_is_not_called_silent()
         assert rank_glyph(DeckState(now=fake_engine.NOW, snapshot=snapshot), second) == shown
 
 
+@pytest.mark.parametrize("between", [RunState.PREFLIGHT, RunState.RECOVERING, RunState.LAUNCHING])
+def test_before_the_next_attempt_no_rank_is_called_silent(between: RunState) -> None:
+    run, ranks = fake_engine.running(), fake_engine.ranks("validating", seen_at=fake_engine.ago(1740))
+    record = run.record.model_copy(update={"state": between})
+    resumed = DeckState(now=fake_engine.NOW, snapshot=replace(run, record=record, ranks=ranks))
+    assert rank_glyph(resumed, ranks[1]) == (PENDING, "waiting")
+    assert "silent" not in header(resumed, 160).plain
+
+
 def test_a_rank_that_another_ones_failure_ended_is_not_marked_as_failed() -> None:
     snapshot = fake_engine.failed()
     victim, first_failure = (replace(rank, exit_code=code, signal=signal)

@@ -210,7 +210,7 @@ def _warnings(state: DeckState) -> Content:
         for rank in snapshot.ranks
         if rank.seen_at is not None and rank.phase in ("training", "validating", "saving")
     ]
-    if silent:
+    if silent and state.ranks_work:
         oldest, rank = max(silent, key=lambda pair: pair[0])
         if oldest > RANK_LIMIT_S:
             return state.glyphs.state(STALE, f"rank {rank.rank} silent {age(rank.seen_at, state.now)}")

@@ -153,8 +153,10 @@ def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
         return PENDING, "not started"
     if (link := away(state, rank)) is not None and rank.phase != "ended":
         return UNKNOWN, f"{link.condition} {age(link.since, state.now)}"
-    working = state.active and rank.phase in ("training", "validating", "saving", "generating")
-    if working and _silent(state, rank):
+    working = rank.phase in ("training", "validating", "saving", "generating")
+    if working and state.active and not state.ranks_work:
+        return PENDING, "waiting"
+    if working and state.active and _silent(state, rank):
         ranks = state.snapshot.ranks if state.snapshot is not None else ()
         busy = [other.rank for other in ranks if other.phase in _ALONE and not _silent(state, other)]
         if busy:
@@ -182,7 +184,7 @@ def own_program(snapshot: RunSnapshot) -> bool:
 
 
 def _straggler(state: DeckState, snapshot: RunSnapshot) -> int | None:
-    return slowest(snapshot.ranks) if state.active else None
+    return slowest(snapshot.ranks) if state.ranks_work else None
 
 
 def slowest(ranks: tuple[RankStatus, ...]) -> int | None:
