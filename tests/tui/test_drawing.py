@@ -131,6 +131,13 @@ def losses(*curves: tuple[tuple[int, float], ...]) -> Picture:
     return Picture("loss", "", tuple(drawn), (min(steps, default=0), max(steps, default=0)))
 
 
+def test_a_legend_without_room_drops_its_marks_before_the_axis() -> None:
+    marks = (ChartMark(2, "checkpoint"), ChartMark(3, "best validation"))
+    drawn = replace(losses(((1, 2.0), (4, 1.0))), axis="tokens", marks=marks)
+    head = draw(drawn, 40, 10, Glyphs()).plain.splitlines()[0]
+    assert "tokens" in head and "best validation" not in head
+
+
 def test_a_value_that_is_not_finite_is_a_gap() -> None:
     whole, gap = (((1, 1.0), (2, middle), (3, middle), (4, 1.0)) for middle in (1.0, math.nan))
     rows = [draw(losses(points), 60, 8, Glyphs()).plain for points in (whole, gap)]

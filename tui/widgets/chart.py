@@ -249,15 +249,15 @@ def _legend(picture: Picture, width: int, glyphs: Glyphs, *, logarithmic: bool) 
     for curve in picture.curves:
         if curve.name:
             parts.append((" ".join(filter(None, (_sample(curve, glyphs), curve.tag, curve.name))), curve.style))
-    for kind in MARKS:
-        if any(mark.kind == kind for mark in picture.marks):
-            parts.append((f"{mark_shape(kind, glyphs)} {kind}", MARKS[kind][2]))
     options = {"log axis": logarithmic, "average": any(curve.average for curve in picture.curves)}
     parts += [(name, FRAME) for name, on in options.items() if on]
     if picture.wanted:
         parts.append((f"{picture.axis}: {picture.wanted} not recorded", FRAME))
     elif picture.axis != "iterations":
         parts.append((picture.axis, FRAME))
+    for kind in MARKS:
+        if any(mark.kind == kind for mark in picture.marks):
+            parts.append((f"{mark_shape(kind, glyphs)} {kind}", MARKS[kind][2]))
     gap, room = 3, width - len(picture.title) - 2
     while parts and sum(len(text) + gap for text, _ in parts) - gap > room:
         parts.pop()
