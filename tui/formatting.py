@@ -214,9 +214,9 @@ def short_name(name: str, width: int) -> str:
 
 
 _SOURCES = {
-    "emergency": "the state that its survivors saved",
-    "checkpoint": "the checkpoint",
-    "adapter": "the adapters",
+    "emergency": "the state of iteration {} that its survivors saved",
+    "checkpoint": "the checkpoint of iteration {}",
+    "adapter": "the adapters of iteration {}",
 }
 
 
@@ -224,7 +224,7 @@ def attempt_summary(attempt: AttemptStatus) -> str:
     """An attempt's start and, when it failed, its end: one line."""
     parts = [attempt.why] if attempt.why else []
     if attempt.source in _SOURCES:
-        parts.append(f"from {_SOURCES[attempt.source]} of iteration {attempt.resumed_at}")
+        parts.append("from " + _SOURCES[attempt.source].format(attempt.resumed_at))
     elif attempt.source == "command":
         parts.append(f"its first step is {attempt.resumed_at + 1}" if attempt.resumed_at else "from the beginning")
     parts += _recovery(attempt)
@@ -384,7 +384,7 @@ def _recovery(attempt: AttemptStatus) -> list[str]:
 def _place(attempt: AttemptStatus) -> str:
     if attempt.rank is None:
         return f" on {attempt.host}" if attempt.host else ""
-    return f" of rank {attempt.rank}" + (f" on {attempt.host}" if attempt.host else "")
+    return f": rank {attempt.rank}" + (f" on {attempt.host}" if attempt.host else "")
 
 
 def item_state(item: QueueItem) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,7 @@ async def test_a_description_and_a_checks_details_have_room_beside_their_scrollb
         for pane, keys in (("preflight", "2"), ("history", ("5", "enter"))):
             await console.press(*keys)
             detail = console.app.deck.pane(pane).query_one(".detail")
-            await console.until(lambda detail=detail: detail.show_vertical_scrollbar, f"a scrollbar in {pane}")
+            await console.until(partial(getattr, detail, "show_vertical_scrollbar"), f"a scrollbar in {pane}")
             text = detail.query_one(Text)._put
             assert text is not None
             assert max(line.cell_length for line in text.split()) <= detail.scrollable_content_region.width

@@ -573,8 +573,8 @@ def test_recoveries_and_attempts_are_described(tmp_path: Path) -> None:
     snapshot = watch.poll()
     assert recovery_summary(snapshot) == f"{WHY.replace('recovers', 'recovered')}, 1 step repeated, 8.2 s"
     first, second = snapshot.attempts
-    assert attempt_summary(first) == "rank killed of rank 1 on bea at iteration 38"
-    assert "from the state that its survivors saved of iteration 37, 1 step repeated, 8.2 s" in attempt_summary(second)
+    assert attempt_summary(first) == "rank killed: rank 1 on bea at iteration 38"
+    assert "from the state of iteration 37 that its survivors saved, 1 step repeated, 8.2 s" in attempt_summary(second)
     assert membership_change(first, None) is None
     assert membership_change(second, first) == "rank 0 on ana, rank 1 on cyd; without bea"
 
