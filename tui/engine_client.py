@@ -35,9 +35,6 @@ from tui.state import ENGINE_ERRORS, StateStore
 
 if TYPE_CHECKING:
     from engine.api import (
-        ChatAnswer,
-        ChatExchange,
-        ChatServer,
         Comparison,
         Completed,
         Config,
@@ -61,8 +58,6 @@ _LOADING_S: Final = 7200.0
 """Limit of a fix that loads an environment's packages."""
 CLOSING_S: Final = 3.0
 """How long closing may take: a node that is gone must not keep the console open."""
-REPLY_S: Final = 0.05
-"""The same for an answer."""
 LINGER_S: Final = 5.0
 """How long telemetry stays on when nobody needs it: views change faster than nodes connect."""
 TELEMETRY_RETRY_S: Final = 10.0
@@ -253,9 +248,9 @@ class EngineClient:
         """As EngineLoop's."""
         return await self._loop.call(make)
 
-    def each(self, make: Callable[[], AsyncIterator[Item]]) -> AsyncGenerator[Item, None]:
+    def each(self, make: Callable[[], AsyncIterator[Item]], *, every_s: float = BATCH_S) -> AsyncGenerator[Item, None]:
         """As EngineLoop's."""
-        return self._loop.each(make)
+        return self._loop.each(make, every_s=every_s)
 
     def _notify(self, text: str, severity: str = "information") -> None:
         self._post(Notice(text, severity))
@@ -612,20 +607,6 @@ class EngineClient:
                 done = await asyncio.to_thread(self.engine.results.publish, request)
                 return [f"cd {shlex.quote(str((done.folder or folder).absolute()))}", *done.commands]
         return ()
-
-    async def chat_history(self, run: str) -> tuple[list[ChatExchange], list[str]]:
-        """The exchanges that were kept with a run, and first questions that fit its data."""
-        chats = self.engine.chats
-        return await asyncio.to_thread(lambda: (chats.exchanges(run), chats.suggestions(run)))
-
-    async def open_server(self, run: str) -> ChatServer:
-        return await self._loop.call(lambda: self.engine.chats.serve(run))
-
-    async def await_server(self, server: str) -> None:
-        await self._loop.call(lambda: self.engine.chats.served(server))
-
-    def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[ChatAnswer, None]:
-        return self._loop.each(lambda: self.engine.chats.reply(server, messages, model=model), every_s=REPLY_S)
 
     async def demo(self) -> str | None:
         """Make the demo's model where it is missing (seconds), then launch it: the run's id."""

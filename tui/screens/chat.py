@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -17,27 +16,15 @@ from textual.worker import Worker
 
 from engine import api
 from tui.glyphs import MUTED
-from tui.state import ENGINE_ERRORS
+from tui.state import ENGINE_ERRORS, Client
 
 if TYPE_CHECKING:
-    from engine.api import ChatAnswer, ChatExchange, ChatServer
+    from engine.api import ChatServer
 
 MODELS: Final = ("trained", "base")
+REPLY_S: Final = 0.05
+"""Between two batches of an answer's pieces."""
 _KEYS: Final = "enter ask · up prompts · tab base/trained · ctrl+n new · pgup scroll · esc"
-
-
-class ChatClient(Protocol):
-    """The requests of a conversation. Each raises ENGINE_ERRORS."""
-
-    async def chat_history(self, run: str) -> tuple[list[ChatExchange], list[str]]: ...
-
-    async def open_server(self, run: str) -> ChatServer: ...
-
-    async def await_server(self, server: str) -> None: ...
-
-    def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[ChatAnswer, None]: ...
-
-    async def abort(self, run: str, *, now: bool) -> None: ...
 
 
 class Chat(ModalScreen[None]):
@@ -53,9 +40,9 @@ class Chat(ModalScreen[None]):
         Binding("pagedown", "page(1)", show=False),
     ]
 
-    def __init__(self, client: ChatClient, run: str) -> None:
+    def __init__(self, client: Client, run: str) -> None:
         super().__init__()
-        self._client = client
+        self._client, self._chats = client, client.engine.chats
         self._run = run
         self._server: ChatServer | None = None
         self._model = MODELS[0]
@@ -89,8 +76,8 @@ class Chat(ModalScreen[None]):
 
     async def _open(self) -> None:
         try:
-            exchanges, self._suggestions = await self._client.chat_history(self._run)
-            for exchange in exchanges:
+            self._suggestions = await asyncio.to_thread(self._chats.suggestions, self._run)
+            for exchange in await asyncio.to_thread(self._chats.exchanges, self._run):
                 self._shown += [_drawn("you", exchange.prompt), _drawn(exchange.model, exchange.answer)]
             if not self.query_one(Input).value:
                 self.query_one(Input).value = next(iter(self._suggestions), "")
@@ -112,13 +99,13 @@ class Chat(ModalScreen[None]):
         self._say_status("")
 
     async def _start(self) -> None:
-        server = await self._client.open_server(self._run)
+        server = await self._client.call(lambda: self._chats.serve(self._run))
         if self._server is None or self._server.id != server.id:
             self._server = server
         if self._left:
             self._stop()
         else:
-            await self._client.await_server(server.id)
+            await self._client.call(lambda: self._chats.served(server.id))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """A question that comes before the model is ready waits for it."""
@@ -137,7 +124,9 @@ class Chat(ModalScreen[None]):
         try:
             await self._server_ready()
             assert self._server is not None
-            async with aclosing(self._client.reply(self._server.id, messages, model)) as pieces:
+            server = self._server.id
+            reply = self._client.each(lambda: self._chats.reply(server, messages, model=model), every_s=REPLY_S)
+            async with aclosing(reply) as pieces:
                 async for piece in pieces:
                     answer += piece
                     self._shown[place] = _drawn(model, answer.text, answer.thought)

@@ -4,9 +4,9 @@ does."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -19,15 +19,13 @@ from textual.worker import Worker
 from tui.formatting import copy_text, shortened, size
 from tui.glyphs import MUTED
 from tui.screens.dialog import Confirm
-from tui.state import ENGINE_ERRORS, NUMBERED
+from tui.state import ENGINE_ERRORS, NUMBERED, Client
 from tui.widgets.text import Column, lay_out, pair
 
 if TYPE_CHECKING:
-    from engine.api import Config, Engine, NodeConfig, NodeCopies, NodeCopy
+    from engine.api import Config, NodeConfig, NodeCopies, NodeCopy
     from engine.snapshots import CopyProgress
 
-Answer = TypeVar("Answer")
-Item = TypeVar("Item")
 _FRAME: Final = 8
 """Cells of a line beside its text."""
 _LABEL: Final = 20
@@ -35,15 +33,6 @@ _LABEL: Final = 20
 _LISTING: Final = "the listing"
 _REMOVAL: Final = "a removal"
 _KEYS = "p push · g pull · v verify · n name · ctrl+k remove · r again · esc back"
-
-
-class CopyClient(Protocol):
-    @property
-    def engine(self) -> Engine: ...
-
-    async def call(self, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer: ...
-
-    def each(self, make: Callable[[], AsyncIterator[Item]]) -> AsyncGenerator[Item, None]: ...
 
 
 class _Rows(OptionList):
@@ -66,7 +55,7 @@ class ModelCopies(ModalScreen[str]):
         Binding("ctrl+k", "remove", show=False),
     ]
 
-    def __init__(self, client: CopyClient, config: Config, *, read_only: bool) -> None:
+    def __init__(self, client: Client, config: Config, *, read_only: bool) -> None:
         super().__init__()
         self._client, self._config, self._read_only = client, config, read_only
         self._pushed: str | None = None

@@ -24,11 +24,11 @@ from engine.errors import memory_text, plural
 from tui.formatting import shortened
 from tui.glyphs import FAIL, MUTED, OK, RUNNING, WARN, Glyphs
 from tui.screens.fix import compare_command
-from tui.state import ENGINE_ERRORS
+from tui.state import ENGINE_ERRORS, Client
 from tui.widgets.text import pair
 
 if TYPE_CHECKING:
-    from engine.api import Capacity, Config, DataInspection, Engine, EnvironmentPlan, NodeCandidate
+    from engine.api import Capacity, Config, DataInspection, EnvironmentPlan, NodeCandidate
 
 _NAME: Final = 14
 _ROWS_SHOWN: Final = 3
@@ -478,12 +478,11 @@ class Setup(ModalScreen[Path]):
         Binding("escape", "back", show=False),
     ]
 
-    def __init__(self, client: Any, target: Path, glyphs: Glyphs, in_terminal: Callable[..., object]) -> None:
-        """`client`: an EngineClient. `in_terminal` runs a program there: what it is, where, a notice, and what makes
-        its arguments."""
+    def __init__(self, client: Client, target: Path, glyphs: Glyphs, in_terminal: Callable[..., object]) -> None:
+        """`in_terminal` runs a program there: what it is, where, a notice, and what makes its arguments."""
         super().__init__()
         self.client, self.target, self.glyphs, self.in_terminal = client, target, glyphs, in_terminal
-        self.engine: Engine = client.engine
+        self.engine = client.engine
         self.choices = self.engine.setup.read(target)
         self.candidates: dict[str, NodeCandidate] = {}
         """By `[user@]host[:port]`, in the order in which they were found."""
@@ -518,8 +517,7 @@ class Setup(ModalScreen[Path]):
 
     @property
     def ranks(self) -> int:
-        ranks: int = self.choices.ranks(node.host.ssh for node in self.nodes)
-        return ranks
+        return self.choices.ranks(node.host.ssh for node in self.nodes)
 
     def text(self) -> str:
         """That of the file. Raises ENGINE_ERRORS."""
