@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
+from engine.config.sources import shown_values
 from engine.errors import plural
 from engine.models import RunRecord
 from engine.run.history import RunHistory
@@ -119,7 +120,7 @@ def _differences(runs: Sequence[ComparedRun]) -> Iterator[Difference]:
         tables = [facts(run) for run in runs]
         for key in dict.fromkeys(key for table in tables for key in table):
             values = tuple(table.get(key) for table in tables)
-            node = key.removeprefix("node ").rpartition(".")[0] if key.startswith("node ") else None
+            node = key.removeprefix("node.").rpartition(".")[0] if key.startswith("node.") else None
             if node is not None and node not in shared:
                 continue
             if any(not _same(*two) for two in pairwise(values)):
@@ -147,30 +148,16 @@ _BETTER: Final[Mapping[str, Callable[..., int]]] = {
 
 
 def _configuration(run: ComparedRun) -> dict[str, Cell]:
-    document = run.plan.config.job.redactor().document(run.plan.config.model_dump(mode="json"))
-    job, nodes = document.pop("job"), document.pop("nodes")
-    keys = {**job.pop("mlx_lm"), **job}
-    for name in ("given", "unused", "rate_by_rule", "task"):
-        keys.pop(name, None)
-    for name in ("file", "ui", "digest"):
-        document.pop(name, None)
-    for node in nodes:
-        # A node's path is that of [job] in most configurations.
-        for name in ("model", "data"):
-            if node[name] == keys.get(name):
-                node.pop(name)
-    return {**_flat(keys), **_flat(document), **_flat({node.pop("name"): node for node in nodes}, "node ")}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Cell]:
-    """Keys of tables within tables joined by a dot."""
-    flat: dict[str, Cell] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
-    return flat
+    # The job's own come first.
+    shown = sorted(shown_values(run.plan.config), key=lambda value: value[0][0] != "job")
+    values = {name: value for (table, *_), name, value in shown if table != "ui"}
+    # A node's path is that of [job] in most configurations.
+    of_job = {f"node.{node.name}.{key}": values.get(key) for node in run.plan.config.nodes for key in ("model", "data")}
+    return {
+        name: json.dumps(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name not in of_job or value != of_job[name]
+    }
 
 
 def _inputs(run: ComparedRun, *, base: bool) -> dict[str, Cell]:
@@ -196,7 +183,7 @@ def _hardware(run: ComparedRun) -> dict[str, Cell]:
 def _plan(run: ComparedRun) -> dict[str, Cell]:
     if (made := run.history.decisions_for(run.nodes) or next(iter(run.history.decisions), None)) is None:
         return {"backend": run.record.backend}
-    settings = _flat(made.settings.model_dump(mode="json")) if made.settings is not None else {}
+    settings = made.settings.model_dump(mode="json") if made.settings is not None else {}
     return {
         "backend": made.network.backend,
         "shares": ", ".join(f"{node} {share:.0%}" for node, share in made.division.parts.items()),
