@@ -10,7 +10,7 @@ from datetime import datetime
 
 from engine.api import Config, Engine, EnvironmentPlan, ExitCode, NodePythons
 from engine.errors import InputError
-from tui.commands.terminal import Lines, accepted_config, agreed_to, is_person, print_json, progress_lines
+from tui.commands.terminal import Lines, accepted_config, agreed, print_json, progress_lines
 from tui.formatting import size, table
 
 
@@ -86,10 +86,5 @@ def _end(options: argparse.Namespace, config: Config, plans: Sequence[Environmen
 
 def _agree(options: argparse.Namespace, question: str) -> None:
     """Raises InputError where nobody agrees, also without a terminal."""
-    progress = Lines(sys.stderr)
-    if options.yes:
-        return
-    if not (is_person(sys.stdin) and is_person(progress.stream)):
-        raise InputError("nothing is changed without a question", todo="add --yes, or run it in a terminal")
-    if not agreed_to(question, progress):
+    if not agreed(options, question, Lines(sys.stderr)):
         raise InputError("nothing is changed", why="it was not agreed to")

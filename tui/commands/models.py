@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from engine.api import Config, Engine, ExitCode, NodeCopies
 from engine.errors import InputError
 from engine.snapshots import CopyProgress
-from tui.commands.terminal import Lines, accepted_config, agreed_to, is_person, print_json
+from tui.commands.terminal import Lines, accepted_config, agreed, print_json
 from tui.formatting import copy_text, size, table
 
 _HEADERS = ("NODE", "NAME", "REVISION", "SIZE", "FILES", "STATE")
@@ -113,12 +113,8 @@ def _verify(options: argparse.Namespace, engine: Engine, config: Config) -> int:
 
 
 def _remove(options: argparse.Namespace, engine: Engine, config: Config) -> int:
-    progress = Lines(sys.stderr)
-    if not options.yes:
-        if not (is_person(sys.stdin) and is_person(progress.stream)):
-            raise InputError("models rm asks, and there is no terminal", todo="--yes")
-        if not agreed_to(f"remove {options.name} on {options.node}?", progress):
-            return ExitCode.FAILED
+    if not agreed(options, f"remove {options.name} on {options.node}?", Lines(sys.stderr)):
+        return ExitCode.FAILED
 
     async def remove() -> int:
         async with engine:

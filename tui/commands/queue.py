@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from engine.api import Engine, ExitCode, QueueItem, QueueSnapshot
 from engine.errors import InputError, duration_text, plural
-from tui.commands.terminal import Lines, agreed_to, is_person, print_json, progress_lines
+from tui.commands.terminal import Lines, agreed, print_json, progress_lines
 from tui.formatting import NOT_MEASURED, item_state, item_why, table
 
 
@@ -37,11 +36,8 @@ def _autostart(options: argparse.Namespace, engine: Engine) -> int:
     lines.say(f"{'write' if installs else 'remove'} {made.file or 'this line of the crontab'}:")
     for text in (*made.text.splitlines(), *(f"$ {' '.join(command)}" for command in commands)):
         lines.say(f"  {text}")
-    if not options.yes:
-        if not is_person(sys.stdin):
-            raise InputError("nobody is there to ask", todo="look at it, then add --yes")
-        if not agreed_to(f"{options.action} it?", lines):
-            return ExitCode.FAILED
+    if not agreed(options, f"{options.action} it?", lines):
+        return ExitCode.FAILED
     (engine.queue.install if installs else engine.queue.uninstall)(made)
     if options.json:
         print_json({"kind": made.kind, "file": str(made.file) if made.file else None, "installed": installs})

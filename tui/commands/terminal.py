@@ -88,6 +88,15 @@ def _ask(config: Config, programs: Sequence[tuple[str, str]]) -> None:
         raise InputError(f"{config.file} was not accepted", why="nothing was run")
 
 
+def agreed(options: argparse.Namespace, question: str, progress: Lines) -> bool:
+    """--yes, or what a person answers. Raises InputError where nobody can be asked."""
+    if options.yes:
+        return True
+    if not (is_person(sys.stdin) and is_person(progress.stream)):
+        raise InputError("nobody can be asked", why="nothing was changed", todo="add --yes, or run it in a terminal")
+    return agreed_to(question, progress)
+
+
 def agreed_to(question: str, progress: Lines) -> bool:
     flush_input()
     progress.stream.write(f"{question} [y/N] ")
