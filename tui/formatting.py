@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from engine.errors import InputError, memory_text, plural, reason_text, size_text
 
 if TYPE_CHECKING:
-    from engine.api import Comparison, Difference, QueueItem, QueueSnapshot
+    from engine.api import Comparison, Difference, LinkMeasure, Prediction, QueueItem, QueueSnapshot
     from engine.snapshots import (
         AttemptStatus,
         CopyProgress,
@@ -186,6 +186,46 @@ def bandwidth(bytes_per_s: float | None) -> str:
 def spread(variation: float | None) -> str:
     """A coefficient of variation: "±2 %"."""
     return NOT_MEASURED if variation is None else f"±{variation * 100:.0f} %"
+
+
+def link_text(link: LinkMeasure) -> str:
+    """ "48 µs, 8.1 GB/s", or why that is not known."""
+    if link.problem is not None:
+        return f"not measured: {link.problem}"
+    return f"{latency(link.latency_s)}, {bandwidth(link.bandwidth_bytes_per_s)}"
+
+
+def calibration_notes(predicted: Prediction) -> Iterator[tuple[str, str]]:
+    """All that a calibration says beside the table of its nodes, with labels: the shares and the speed that follow from
+    it, links, priority, and what could not be measured."""
+    taken = predicted.calibration
+    yield "shares", predicted.shares.reason
+    yield from (("warning", text) for text in predicted.shares.warnings if text != predicted.shares.reason)
+    yield "predicted", _predicted(predicted)
+    if taken is None:
+        return
+    for link in taken.sums:
+        yield "link" if link in taken.links else "all ranks", f"{' - '.join(link.nodes)}: {link_text(link)}"
+    if (group := taken.group) is not None and group.step_s is not None:
+        parts = ", ".join(f"{node} {latency(seconds)}" for node, seconds in group.compute_s.items())
+        waiting = f"; waiting {group.waiting:.0%}" if group.waiting is not None else ""
+        yield "steps", f"all ranks ({group.strategy}): {latency(group.step_s)}, of which computation: {parts}{waiting}"
+    elif group is not None and group.problem:
+        yield "not measured", f"all ranks' steps: {group.problem}"
+    yield "priority", "; ".join(dict.fromkeys(measure.qos for measure in taken.nodes if measure.qos)) or "not measured"
+    yield from (("note", note) for note in taken.notes)
+    yield from (("not measured", f"{measure.node}: {measure.problem}") for measure in taken.nodes if measure.problem)
+
+
+def _predicted(prediction: Prediction) -> str:
+    predicted = prediction.throughput
+    if predicted.examples_per_s is None:
+        return f"nothing: {predicted.why_not}"
+    text = f"{throughput(predicted.examples_per_s)}, {rate(predicted.tokens_per_s)}"
+    if predicted.speed_up is None or predicted.efficiency is None:
+        return text
+    text += f", {predicted.speed_up:.2f} times the fastest node alone, efficiency {predicted.efficiency:.0%}"
+    return f"{text}, {latency(predicted.communicate_s)} of each {latency(predicted.step_s)} for the sum"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], room: int | None = None, lead: int = 2) -> str:

@@ -46,7 +46,7 @@ def test_it_measures_tells_how_far_it_is_and_prints_what_follows(
         "local-0: measuring  1 of 10 s  16.0 ex/s",
         "local-0: measured  10 of 10 s  16.4 ex/s",
     ]
-    for text in ("local-1  12.1 ex/s", "±3 %", "42.5%", "link local-0 - local-1: 48 µs, 8.1 GB/s", "1.60 times"):
+    for text in ("local-1  12.1 ex/s", "±3 %", "42.5%", "link: local-0 - local-1: 48 µs, 8.1 GB/s", "1.60 times"):
         assert text in output.out
     assert "shares: by the measured throughputs" in output.out
 

@@ -8,21 +8,12 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from engine.api import (
-    Calibration,
-    Config,
-    Engine,
-    ExitCode,
-    GroupMeasure,
-    LinkMeasure,
-    NodeMeasure,
-    Prediction,
-)
+from engine.api import Calibration, Config, Engine, ExitCode, NodeMeasure, Prediction
 from engine.errors import InputError
 from tui.commands.progress import ProgressLines
 from tui.commands.scaling import scaling
 from tui.commands.terminal import Lines, accepted_config, loaded_config, print_json
-from tui.formatting import NOT_MEASURED, ago, bandwidth, latency, memory, rate, spread, table, throughput
+from tui.formatting import NOT_MEASURED, ago, calibration_notes, latency, memory, rate, spread, table, throughput
 
 _HEADERS = ("NODE", "THROUGHPUT", "SPREAD", "SHARE", "BATCH", "TOKENS", "STEP", "STATE", "PEAK AT 1", "PEAK AT 2")
 
@@ -43,7 +34,7 @@ def calibrate(options: argparse.Namespace, engine: Engine) -> int:
         print_json(document(predicted))
     else:
         _print(Lines(), config, predicted)
-    return ExitCode.OK if taken is not None and not _problems(taken) else ExitCode.FAILED
+    return ExitCode.OK if taken is not None and not _failed(taken) else ExitCode.FAILED
 
 
 def document(predicted: Prediction) -> dict[str, Any]:
@@ -65,11 +56,9 @@ async def _measured(engine: Engine, config: Config, quick: bool, lines: Lines) -
     return taken
 
 
-def _problems(taken: Calibration) -> list[str]:
-    problems = [f"{measure.node}: {measure.problem}" for measure in taken.nodes if measure.problem]
-    if taken.group is not None and taken.group.problem:
-        problems.append(f"all ranks' steps: {taken.group.problem}")
-    return problems + [f"{' - '.join(link.nodes)}: {link.problem}" for link in taken.sums if link.problem]
+def _failed(taken: Calibration) -> bool:
+    problems = [*(measure.problem for measure in taken.nodes), *(link.problem for link in taken.sums)]
+    return any(problems) or (taken.group is not None and taken.group.problem is not None)
 
 
 def _print(lines: Lines, config: Config, predicted: Prediction) -> None:
@@ -81,22 +70,9 @@ def _print(lines: Lines, config: Config, predicted: Prediction) -> None:
         how = "quick" if taken.quick else "full"
         lines.say(f"{taken.cluster}, {taken.job}: measured {ago(taken.taken_at, datetime.now(UTC))}{old}, {how}")
         lines.say(table(_HEADERS, [_row(predicted, measure) for measure in taken.nodes]))
-        for link in taken.sums:
-            what = "link" if link in taken.links else "all ranks"
-            lines.say(f"{what} {' - '.join(link.nodes)}: {_link(link)}")
-        if taken.group is not None and taken.group.step_s is not None:
-            lines.say(_group(taken.group))
-        qos = {measure.qos for measure in taken.nodes if measure.qos}
-        lines.say(f"priority: {'; '.join(sorted(qos)) or NOT_MEASURED}")
-        for problem in _problems(taken):
-            lines.say(f"{lines.ink('not measured', 'red')}: {problem}")
-        for note in taken.notes:
-            lines.say(f"note: {note}")
-    lines.say(f"shares: {predicted.shares.reason}")
-    for warning in predicted.shares.warnings:
-        if warning != predicted.shares.reason:
-            lines.say(f"{lines.ink('warning', 'yellow')}: {warning}")
-    lines.say(_predicted(predicted))
+    colours = {"not measured": "red", "warning": "yellow"}
+    for label, text in calibration_notes(predicted):
+        lines.say(f"{lines.ink(label, colours.get(label))}: {text}")
 
 
 def _row(predicted: Prediction, measure: NodeMeasure) -> list[str]:
@@ -112,23 +88,3 @@ def _row(predicted: Prediction, measure: NodeMeasure) -> list[str]:
         latency(measure.step_s),
         *(memory(figure) for figure in (measure.state_bytes, peaks.get(1), peaks.get(2))),
     ]
-
-
-def _link(link: LinkMeasure) -> str:
-    return f"{latency(link.latency_s)}, {bandwidth(link.bandwidth_bytes_per_s)}"
-
-
-def _group(group: GroupMeasure) -> str:
-    parts = ", ".join(f"{node} {latency(seconds)}" for node, seconds in group.compute_s.items())
-    text = f"all ranks' steps ({group.strategy}): {latency(group.step_s)}, of which computation: {parts}"
-    return text + (f"; waiting {group.waiting:.0%}" if group.waiting is not None else "")
-
-
-def _predicted(predicted: Prediction) -> str:
-    prediction = predicted.throughput
-    if prediction.examples_per_s is None:
-        return f"prediction: none, {prediction.why_not}"
-    text = f"prediction: {throughput(prediction.examples_per_s)}, {rate(prediction.tokens_per_s)}"
-    if prediction.speed_up is None or prediction.efficiency is None:
-        return text
-    return f"{text}, {prediction.speed_up:.2f} times the fastest node alone, efficiency {prediction.efficiency:.0%}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from textual.app import ComposeResult
 from textual.content import Content
 
-from tui.formatting import bandwidth, latency, memory, rate, spread, throughput
+from tui.formatting import calibration_notes, latency, link_text, memory, rate, spread, throughput
 from tui.glyphs import FAIL, MUTED, STALE
 from tui.node_state import node_names
 from tui.state import DeckState
@@ -17,7 +17,7 @@ from tui.widgets.scaling_plot import scaling_lines
 from tui.widgets.text import Column, Text, lay_out, pair
 
 if TYPE_CHECKING:
-    from engine.api import Calibration, LinkMeasure
+    from engine.api import Calibration
 
 ALL_SUM = "gradient_layer"
 """The preflight check that times a real all_sum over the real ring."""
@@ -184,14 +184,8 @@ def _share(part: float | None) -> Content | str:
 def _worst(taken: Calibration) -> str:
     """Over all ranks, else the slowest link; or why that is not known."""
     if taken.all_ranks is not None:
-        return _link(taken.all_ranks)
+        return link_text(taken.all_ranks)
     return "one node: there is none"
-
-
-def _link(link: LinkMeasure) -> str:
-    if link.problem is not None:
-        return f"not measured: {link.problem}"
-    return f"{latency(link.latency_s)}, {bandwidth(link.bandwidth_bytes_per_s)}"
 
 
 def _speed_up(state: DeckState) -> list[Content | tuple[str, str]]:
@@ -212,36 +206,13 @@ def _link_of_preflight(state: DeckState) -> str | None:
 def _notes(state: DeckState, taken: Calibration | None, width: int) -> list[Content]:
     notes = [("shares", why(state))]
     if state.prediction is not None:
-        notes += [
-            ("warning", text) for text in state.prediction.shares.warnings if text != state.prediction.shares.reason
-        ]
+        notes = list(calibration_notes(state.prediction))
     if taken is None:
-        notes.append(
-            ("not measured", f"the speed of each node and link, and the speed-up{state.key(': c measures them')}")
-        )
-        return [Content(""), *(pair(label, text, width, indent=_INDENT) for label, text in notes)]
-    between = " - " if state.glyphs.ascii else " — "
-    notes += [("link" if link in taken.links else "all ranks", f"{between.join(link.nodes)}  {_link(link)}")
-              for link in taken.sums]  # fmt: skip
-    notes.append(("predicted", _predicted(state)))
-    qos = dict.fromkeys(measure.qos for measure in taken.nodes if measure.qos)
-    notes.append(("priority", "; ".join(qos) or "not measured"))
-    notes += [("note", note) for note in taken.notes]
-    lines = [Content(""), *(pair(label, text, width, indent=_INDENT) for label, text in notes)]
-    problems = [(measure.node, measure.problem) for measure in taken.nodes if measure.problem]
-    return lines + [pair(node, problem, width, style=FAIL.style, indent=_INDENT) for node, problem in problems]
-
-
-def _predicted(state: DeckState) -> str:
-    assert state.prediction is not None
-    predicted = state.prediction.throughput
-    if predicted.speed_up is None or predicted.efficiency is None or predicted.examples_per_s is None:
-        return f"nothing: {predicted.why_not}"
-    return (
-        f"{throughput(predicted.examples_per_s)}, {rate(predicted.tokens_per_s)}, "
-        f"efficiency {predicted.efficiency:.0%}, "
-        f"{latency(predicted.communicate_s)} of each {latency(predicted.step_s)} for the sum"
-    )
+        unknown = f"the speed of each node and link, and the speed-up{state.key(': c measures them')}"
+        notes = [*(note for note in notes if note[0] != "predicted"), ("not measured", unknown)]
+    styles = {"not measured": FAIL.style} if taken is not None else {}
+    rows = (pair(label, text, width, style=styles.get(label, ""), indent=_INDENT) for label, text in notes)
+    return [Content(""), *rows]
 
 
 def why(state: DeckState) -> str:
