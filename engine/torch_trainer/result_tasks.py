@@ -202,10 +202,16 @@ class PeftMerge(FusionTask):
         job = self.variants.job
         return AutoConfig.from_pretrained(job.model, local_files_only=True, trust_remote_code=job.trust_remote_code)
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._config.dtype or torch.float32
+
+    @property
+    def _bytes(self) -> int:
+        return weight_bytes(self.variants.job.model, self._dtype)
+
     def _write(self) -> tuple[SavedWeights, str] | tuple[None, None]:
-        variants, job = self.variants, self.variants.job
-        dtype = self._config.dtype or torch.float32
-        self._make_room(weight_bytes(job.model, dtype))
+        variants, job, dtype = self.variants, self.variants.job, self._dtype
         if job.fine_tune_type == "full":
             model = load_base(replace(job, model=self.source), dtype)
         else:

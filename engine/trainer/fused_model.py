@@ -107,12 +107,16 @@ def fuse(process: TrainingProcess, collective: Collective) -> None:
 class Fusion(FusionTask):
     form: FusedForm
 
+    @property
+    def _bytes(self) -> int:
+        model = FusedModel.of(self.variants.job, self.source, self.form)
+        if self.form.bits is not None and not model.bits:
+            raise JobError(f"bits = {self.form.bits}: the layers to fuse are not quantized")
+        return model.nbytes
+
     def _write(self) -> tuple[SavedWeights, str] | tuple[None, None]:
         process, job = self.variants.process, self.variants.job
         model = FusedModel.of(job, self.source, self.form)
-        if self.form.bits is not None and not model.bits:
-            raise JobError(f"bits = {self.form.bits}: the layers to fuse are not quantized")
-        self._make_room(model.nbytes)
 
         def arrays() -> Iterator[mx.array]:
             for array in model.weights.arrays:

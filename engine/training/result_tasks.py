@@ -260,6 +260,11 @@ class FusionTask(ABC):
         """Where the model is until it has been measured; always the same, so that a killed fusion's is found."""
         return self.target.with_name(f".{self.target.name}.fusing")
 
+    @property
+    @abstractmethod
+    def _bytes(self) -> int:
+        """Those of the model to be written. Raises JobError, OSError."""
+
     @abstractmethod
     def _write(self) -> tuple[SavedWeights, str] | tuple[None, None]:
         """On rank 0: write the model into `scratch`, in bounded memory; with what that did to the weights ("rounding to
@@ -288,7 +293,7 @@ class FusionTask(ABC):
             raise JobError(f"{self.target} exists already: remove it, or name another path")
         if leads:
             # Before anything is measured.
-            self._make_room(0)
+            self._make_room(self._bytes)
         source = self.source
         if (base := measure("base", None)) is None or (adapter := measure("adapter", source)) is None:
             return None

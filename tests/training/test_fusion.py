@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,19 @@ def test_experts_tied_embeddings_and_mixed_bits_are_fused(
         for path in (base, judged["path"])
     )
     assert after == before
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_measured(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tiny.job(fine_tune_type="lora", iters=1)
+    weights, home = train(job, tmp_path / "weights.safetensors"), tmp_path / "run"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9000, 0, 9000))
+    task = Task("fuse", "run", str(weights), options={"path": str(home / "fused")})
+    with pytest.raises(JobError, match=r"run has 9\.0 kB free, and the fused model needs [\d.]+ kB"):
+        run_here(home, job, task)
+    assert losses(read_events(home / "rank0.events.jsonl")) == {}
+    assert not [*home.glob("*fus*")]
 
 
 @pytest.mark.slow
