@@ -284,7 +284,7 @@ def test_what_cannot_be_done_is_refused_in_words(tiny: Tiny, tmp_path: Path) -> 
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2**40)
     runs = {
-        "the ranks of this node need 1 x 4837.9 GB for the model": start_task(
+        "the ranks of this node need 1 x 4.8 TB for the model": start_task(
             tmp_path / "huge-task", {**job, "model": str(huge)}, "evaluate", weights
         ),
         "is quantized, and PEFT's merge would round": start_task(
