@@ -5,9 +5,7 @@ needs neither the checks nor asyncssh."""
 
 from __future__ import annotations
 
-import ast
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -78,13 +76,58 @@ if TYPE_CHECKING:
     from engine.snapshots import FetchProgress
     from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
-_MODULES: Final = {
-    imported.name: str(statement.module)
-    for statement in ast.walk(ast.parse(Path(__file__).read_bytes()))
-    if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith("engine.")
-    for imported in statement.names
+_NAMES: Final = {
+    "engine.api.chats": "ChatAnswer ChatServer ChatExchange",
+    "engine.api.engine": "Engine",
+    "engine.api.queue": "starting_time",
+    "engine.api.read_only": "ReadOnlyEngine",
+    "engine.api.setup": "NodeCandidate SetupChoices",
+    "engine.api.tasks": "TaskRequest serve_request",
+    "engine.checks.fixes": "MAKE_ENVIRONMENT as_shell_line asks_for_password",
+    "engine.checks.dataset": "DataInspection",
+    "engine.checks.runner": "CHECKS check_label with_pending",
+    "engine.cluster.discovery": "FoundHost FoundPython draft_nodes hosts_from_hostfile hosts_from_names",
+    "engine.cluster.probe_results": "NodeCopies NodeCopy",
+    "engine.cluster.environments": "EnvironmentPlan NodePythons",
+    "engine.cluster.transport.base": "Completed",
+    "engine.config.draft": (
+        "SCHEMA USUAL_ITERS DraftJob DraftNode answer_form check_target draft find_job is_beside usual_batch "
+        "write_draft"
+    ),
+    "engine.config.edit": "changed_keys edited_settings with_settings",
+    "engine.config.models": "Config",
+    "engine.config.overrides": "parse_settings parse_value",
+    "engine.config.sources": "ConfigValue PlacedFault configurations effective placed",
+    "engine.measurements": "Calibration CalibrationProgress GroupMeasure LinkMeasure NodeMeasure Scaling ScalingPoint",
+    "engine.plan.capacity": "Capacity CapacityReport",
+    "engine.plan.document": "TorchSection TrainingPlan",
+    "engine.plan.explain": "explained summary",
+    "engine.plan.network": "NetworkPlan",
+    "engine.plan.prediction": "Prediction",
+    "engine.plan.strategy": "with_strategy",
+    "engine.protocol.attempt": "replacing",
+    "engine.protocol.exit_codes": "ExitCode",
+    "engine.protocol.job": "Strategy",
+    "engine.protocol.task": "ANSWER_TOKENS KEEP SERVE_PORT TaskKind",
+    "engine.publish.model_card": "PublicationRequest",
+    "engine.queue.items": "QueueItem QueueSnapshot",
+    "engine.run.compare": "Comparison Difference SpeedReasons",
+    "engine.run.logs.pattern": "ERRORS LogPattern",
+    "engine.run.logs.alike": "AlikeLines",
+    "engine.run.logs.reader": "LogFilter LogLine LogReader",
+    "engine.run.metrics": "MetricsTrial",
+    "engine.run.run_filter": "run_filter sorted_runs",
+    "engine.run.series.reader": "AXES UNITS RunSeries SeriesChart SeriesCurve",
+    "engine.run.verification": "GPU NOT_MEASURED gpu_line",
+    "engine.run.watch": "RunWatch",
+    "engine.security.identifiers": "safe_repr validate_identifier",
+    "engine.security.paths": "path_fault state_home",
+    "engine.security.redact": "redact",
+    "engine.security.sanitise": "sanitise sanitise_text",
+    "engine.snapshots": "FetchProgress",
+    "engine.store.layout": "LAUNCHER_SOURCE RunDir",
 }
-"""Name → module, as the imports above have them: type checkers and this read one table."""
+_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
