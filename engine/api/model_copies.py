@@ -42,8 +42,10 @@ class ModelsApi:
         answer the `problem`."""
 
         async def work(report: Callable[[NodeCopies], None]) -> None:
-            for answer in asyncio.as_completed(map(self._of, hosts_among(config.nodes).values())):
-                report(await answer)
+            async def ask(node: NodeConfig) -> None:
+                report(await self._of(node))
+
+            await asyncio.gather(*map(ask, hosts_among(config.nodes).values()))
 
         return stream(work, name="copies")
 

@@ -79,15 +79,16 @@ def parse_value(text: str) -> Any:
 def named(jobs: Sequence[str], runs: Sequence[Settings]) -> list[dict[str, Any]]:
     """The runs of a grid, each with a `name` of its own made of its job's and of what else differs between them:
     "support-lr5e-05-seed2"."""
-    in_name = ("name", "model", "command") if len(set(jobs)) > 1 else ("name",)
+    in_name = ("name",) if "name" in runs[0] or len(set(jobs)) == 1 else ("name", "model", "command")
     varied = [key for key in runs[0] if key not in in_name and len({repr(run[key]) for run in runs}) > 1]
     names: list[str] = []
-    for number, (base, run) in enumerate(zip(jobs, runs, strict=True), 1):
+    for base, run in zip(jobs, runs, strict=True):
         parts = [f"{_SHORT.get(key) or key.rpartition('.')[2]}{_short(run[key])}" for key in varied]
         ending = make_identifier("-".join(["", *parts]), "")
         name = make_identifier(f"{base[: max(8, MAX_IDENTIFIER_LENGTH - len(ending) - 1)]}-{ending}", "job")
         # One that was cut may be another's.
-        names.append(name if name not in names else f"{name[: MAX_IDENTIFIER_LENGTH - 4]}-{number}")
+        numbered = (f"{name[: MAX_IDENTIFIER_LENGTH - 4]}-{number}" for number in itertools.count(2))
+        names.append(next(unused for unused in itertools.chain([name], numbered) if unused not in names))
     return [{**run, "name": name} for run, name in zip(runs, names, strict=True)]
 
 

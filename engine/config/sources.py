@@ -97,23 +97,17 @@ def effective(
     """The values of a file with `overrides` that are set, and all of the job's; with `every` all others, too. `chosen`:
     values that a plan gives keys for which the file says "auto" or nothing. Raises ConfigError."""
     config = load_config(file, overrides)
-    sources, values = _Sources(config, file), []
-    for path, name, value in shown_values(sources.config):
+    sources, redact = _Sources(config, file), config.job.redactor()
+    values = []
+    for path, name, value in values_of(sources.config):
         source, place = sources.of(path)
         if value in (None, AUTO) and chosen.get(name) is not None:
             value, source = chosen[name], PLAN
         if not every and (value is None or (source == DEFAULT and path[0] != "job")):
             continue
-        values.append(ConfigValue(name, value, source, place))
-    return values
-
-
-def shown_values(config: Config) -> Iterator[tuple[TomlPath, str, Any]]:
-    """As `values_of`, without secrets."""
-    redact = config.job.redactor()
-    for path, name, value in values_of(config):
         public = path[:2] != ("job", "env") or is_public(str(path[-1]))
-        yield path, name, redact.document(value) if public else REDACTED
+        values.append(ConfigValue(name, redact.document(value) if public else REDACTED, source, place))
+    return values
 
 
 def values_of(config: Config) -> Iterator[tuple[TomlPath, str, Any]]:

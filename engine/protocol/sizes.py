@@ -19,5 +19,5 @@ def room_fault(need: int, free: int) -> str | None:
     """Why `need` more bytes are not written to a disk of which `free` are free; None where they are."""
     if need == 0 or need + _SPARE_BYTES <= free:
         return None
-    taken = size_text(need + _SPARE_BYTES)
-    return f"it takes {taken}, {size_text(_SPARE_BYTES)} of them to spare, and {size_text(free)} are free"
+    missing = size_text(need + _SPARE_BYTES - free)
+    return f"it takes {size_text(need)}, and {size_text(_SPARE_BYTES)} in reserve: {missing} more than are free"

@@ -3,6 +3,7 @@ after. Nothing is run."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -87,7 +88,9 @@ def write_target(run: TrainedRun, folder: ModelFolder) -> Publication:
             (made / "README.md").write_text(model_card(run, folder, name, usage), encoding="utf-8")
             made.rename(path)
     except OSError as error:
-        raise StateError("it cannot be published", where=str(path), why=error) from error
+        # Without room, a copy's error names the file that is read.
+        where = path if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.filename or path
+        raise StateError("it cannot be published", where=str(where), why=error) from error
     return Publication(path, commands=tuple(_commands(target, folder, name, run.config.job.model or run.base)))
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Final
 
-from engine.config.sources import shown_values
+from engine.config.sources import values_of
 from engine.errors import plural
 from engine.models import RunRecord
 from engine.run.history import RunHistory
@@ -149,8 +149,10 @@ _BETTER: Final[Mapping[str, Callable[..., int]]] = {
 
 def _configuration(run: ComparedRun) -> dict[str, Cell]:
     # The job's own come first.
-    shown = sorted(shown_values(run.plan.config), key=lambda value: value[0][0] != "job")
-    values = {name: value for (table, *_), name, value in shown if table != "ui"}
+    listed = sorted(values_of(run.plan.config), key=lambda value: value[0][0] != "job")
+    # By their names, which say what is a secret.
+    redact = run.plan.config.job.redactor()
+    values = redact.document({name: value for (table, *_), name, value in listed if table != "ui"})
     # A node's path is that of [job] in most configurations.
     of_job = {f"node.{node.name}.{key}": values.get(key) for node in run.plan.config.nodes for key in ("model", "data")}
     return {

@@ -207,7 +207,7 @@ class PeftMerge(FusionTask):
         return self._config.dtype or torch.float32
 
     @property
-    def _bytes(self) -> int:
+    def _model_bytes(self) -> int:
         return weight_bytes(self.variants.job.model, self._dtype)
 
     def _write(self) -> tuple[SavedWeights, str] | tuple[None, None]:

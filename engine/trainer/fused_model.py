@@ -108,7 +108,7 @@ class Fusion(FusionTask):
     form: FusedForm
 
     @property
-    def _bytes(self) -> int:
+    def _model_bytes(self) -> int:
         model = FusedModel.of(self.variants.job, self.source, self.form)
         if self.form.bits is not None and not model.bits:
             raise JobError(f"bits = {self.form.bits}: the layers to fuse are not quantized")

@@ -124,7 +124,8 @@ def _write(process: TrainingProcess, collective: Collective, parts: list[_Part],
         return path
     needed, free = sum(entry.nbytes for entry in entries.values()), shutil.disk_usage(folder).free
     if free < needed:
-        raise JobError(f"{folder} has {size_text(free)} free, and the weights of the state need {size_text(needed)}")
+        missing = size_text(needed - free)
+        raise JobError(f"the weights of the state need {size_text(needed)}, {missing} more than {folder} has free")
     digest = write_safetensors(path, weights.entries, weights.arrays)
     # Parts of which there was nothing to write.
     weights.drain()

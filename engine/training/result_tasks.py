@@ -262,8 +262,8 @@ class FusionTask(ABC):
 
     @property
     @abstractmethod
-    def _bytes(self) -> int:
-        """Those of the model to be written. Raises JobError, OSError."""
+    def _model_bytes(self) -> int:
+        """Bytes of the weights that will be written. Raises JobError, OSError."""
 
     @abstractmethod
     def _write(self) -> tuple[SavedWeights, str] | tuple[None, None]:
@@ -293,7 +293,7 @@ class FusionTask(ABC):
             raise JobError(f"{self.target} exists already: remove it, or name another path")
         if leads:
             # Before anything is measured.
-            self._make_room(self._bytes)
+            self._make_room(self._model_bytes)
         source = self.source
         if (base := measure("base", None)) is None or (adapter := measure("adapter", source)) is None:
             return None
@@ -332,4 +332,5 @@ class FusionTask(ABC):
         except OSError as error:
             raise JobError(f"{self.target} cannot be made: {error.strerror}") from error
         if (free := shutil.disk_usage(folder).free) < needed:
-            raise JobError(f"{folder} has {size_text(free)} free, and the fused model needs {size_text(needed)}")
+            missing = size_text(needed - free)
+            raise JobError(f"the fused model needs {size_text(needed)}, {missing} more than {folder} has free")

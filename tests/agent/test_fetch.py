@@ -329,7 +329,7 @@ async def test_a_fetch_that_cannot_succeed_writes_nothing(
     target = tmp_path / "here"
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 9))
-        with pytest.raises(InputError, match=r"here has no room: it takes 64\.0 MB, .* and 9 B are free"):
+        with pytest.raises(InputError, match=r"here has no room: it takes 16 B, .*: 64.0 MB more than are free"):
             await fetched(run, target)
     away = run.plan.config.nodes[0].model_copy(update={"ssh": "nobody@127.0.0.1:1"})
     config = run.plan.config.model_copy(update={"nodes": (away, run.plan.config.nodes[1])})

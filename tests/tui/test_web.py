@@ -111,7 +111,7 @@ async def test_the_engine_of_such_a_console_refuses_what_slips_through(fake: Fak
 
 
 LEFT = {
-    *("close", "load_config", "load_grid", "notify", "report_damage", "queue.snapshot", "models.list"),
+    *("close", "load_config", "load_grid", "notify", "report_damage", "queue.snapshot", "models.list", "models.each"),
     *("nodes.is_accepted", "nodes.programs", "nodes.last_facts", "nodes.probe_each", "nodes.telemetry"),
     *("nodes.topology", "nodes.network_plan", "runs.all", "runs.find", "runs.watch", "runs.series"),
     *("comparisons.compare", "launches.differences", "launches.plan"),

@@ -15,13 +15,15 @@ REGEX_PREFIX: Final = "re:"
 SHOWN_BYTES: Final = 64 * 1024
 """The most of one line that is made into text: in a longer one a match in its bytes counts as it is."""
 _ODD: Final = b"\0"
-_ODD_OR_NOT: Final = bytes(byte if byte == 0x0A or 0x20 <= byte <= 0x7E else 0 for byte in range(256))
+_AS_STORED: Final = bytes((0x0A, *range(0x20, 0x7F)))
+"""Bytes that are shown as they are stored."""
+_ODD_OR_NOT: Final = bytes(byte if byte in _AS_STORED else 0 for byte in range(256))
 """All bytes that may be shown as something else, for bytes.translate."""
 _DOTTED: Final = "İ".encode()
 """The one letter below that has an ASCII letter in its lower case."""
 _LETTERS: Final = (b"\2\1", b"\3\1\1")
 _KINDS: Final = bytes(
-    byte if byte == 0x0A or 0x20 <= byte <= 0x7E
+    byte if byte in _AS_STORED
     else 1 if 0x80 <= byte <= 0xBF
     else 2 if byte in (0xC3, 0xC4, 0xC5, 0xD0, 0xD1)
     else 3 if 0xE4 <= byte <= 0xE9
@@ -93,7 +95,7 @@ class LogPattern:
         moved = len(plain) != len(data)
         searches = self._searches(plain.lower() if self.folded else plain)
         in_bytes = len(searches)
-        if not plain.isascii() or any(byte in plain for byte in (b"\x1b", b"\r", b"\t")):
+        if plain.translate(None, _AS_STORED):
             odd = self._odd(plain)
             searches.append(partial(odd.find, _ODD))
         upcoming = [search(0) for search in searches]

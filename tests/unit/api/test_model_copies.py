@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from engine.api.engine import Engine
 from engine.cluster import copies
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.copies import Spreading
+from engine.cluster.probe_results import NodeCopies
 from engine.cluster.transfer import CopyManifest, TransferRefused
 from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.local import LocalTransport
@@ -169,7 +171,7 @@ async def test_the_machine_with_the_fastest_way_downloads(
         ways = await spreading._ways_out(hub, nodes)
         with pytest.raises(
             TransferRefused,
-            match=r"no room for org/tiny: it takes 964 MB, .* and 500 MB are free",
+            match=r"no room for org/tiny: it takes 900 MB, .*: 464 MB more than are free",
         ):
             await spreading._download(hub, nodes, {node.ssh: node for node in nodes}, {"d": 5 * 10**8}, "")
     assert [node.name for node, _ in ways] == ["c", "a", "d", "b"], "who is late is tried after the others"
@@ -183,3 +185,22 @@ async def test_why_nothing_can_be_copied_is_told_in_one_sentence_that_names_a_no
     assert answer == {"problem": "cannot be reached"}
     with pytest.raises(InputError, match=r"^'nix' is neither a folder of this machine nor org/name of the Hugging"):
         model_copies._hub("nix", "model")
+
+
+async def test_a_listing_that_is_left_asks_no_node_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = list[str]()
+
+    async def copies_of(agent: Any, *, folders: list[str]) -> NodeCopies:
+        if agent.node.name != "a":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                left.append(agent.node.name)
+        return NodeCopies(node=agent.node.name, problem="no cache")
+
+    monkeypatch.setattr(model_copies, "copies_of", copies_of)
+    nodes = "".join(f'[[node]]\nname = "{name}"\nssh = "{name}"\npython = "/p"\nworkdir = "/w"\n' for name in "abc")
+    (file := tmp_path / "flightdeck.toml").write_text(f'{nodes}[job]\nmodel = "m"\ndata = "data"\n')
+    async with Engine(tmp_path / "home") as engine, aclosing(engine.models.each(load_config(file))) as answers:
+        assert (await anext(answers)).node == "a"
+    assert left == ["b", "c"]

@@ -94,6 +94,11 @@ def test_the_names_of_a_grid_differ_and_are_accepted(path: Path) -> None:
         (["model=org/Qwen3-4B,~/m/Llama"], ["Qwen3-4B", "Llama"]),
         (["model=~/a/Qwen,~/b/Qwen"], ["Qwen-model-a-Qwen", "Qwen-model-b-Qwen"]),
         (["model=~/a/Qwen,~/b/Qwen,~/Llama"], ["Qwen", "Qwen-2", "Llama"]),
+        (["model=~/Qwen-3,~/a/Qwen,~/b/Qwen,~/Qwen-2"], ["Qwen-3", "Qwen", "Qwen-2", "Qwen-2-2"]),
+        (
+            ["name=a,b", "model=~/Qwen,~/Phi"],
+            ["a-model-Qwen", "a-model-Phi", "b-model-Qwen", "b-model-Phi"],
+        ),
         (["model=~/a,~/b", "name=support"], ["support-model-a", "support-model-b"]),
     ],
 )

@@ -367,6 +367,19 @@ def test_a_full_disk_is_named_by_the_folder_that_is_written(
     assert str(raised.value) == f"{place / f'{run}-gguf'}: {why}" and not [*place.iterdir()]
 
 
+def test_a_file_that_cannot_be_read_is_named(
+    home: Path, run: str, write_model: WriteModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(source))
+
+    monkeypatch.setattr(os, "link", unreadable)
+    monkeypatch.setattr(shutil, "copyfile", unreadable)
+    model = write_model()
+    with pytest.raises(StateError, match=rf"{model}/\S+: it cannot be published: Permission denied"):
+        publish(home, run, "gguf", model, tmp_path / "models")
+
+
 @pytest.mark.parametrize(
     "arguments", [(), ("--lmstudio", "a", "--gguf", "b"), ("--gguf", "out", "--private"), ("--gguf", "a;b")]
 )

@@ -26,14 +26,12 @@ class KnownHosts(asyncssh.SSHKnownHosts):
     def __init__(self, files: Iterable[Path]) -> None:
         """Raises OSError."""
         super().__init__()
-        self._lines = [(file, line) for file in files for line in file.read_text(errors="replace").splitlines()]
-        for _, line in self._lines:
-            with contextlib.suppress(ValueError):
-                self.load(line)
-
-    def files_with(self, key: asyncssh.SSHKey) -> list[Path]:
-        text = key.export_public_key().decode().split()[1]
-        return list(dict.fromkeys(file for file, line in self._lines if text in line))
+        self.files = {file: asyncssh.SSHKnownHosts() for file in files}
+        for file, alone in self.files.items():
+            for line in file.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    self.load(line)
+                    alone.load(line)
 
 
 class HostKeyRecorder(asyncssh.SSHClient):
@@ -74,13 +72,17 @@ class HostKeyRecorder(asyncssh.SSHClient):
         keys, authorities, *_ = self.known.match(host, address, None if port == 22 else port)
         return not authorities and self.offered not in keys
 
-    def accepted(self) -> list[asyncssh.SSHKey]:
-        """The keys that known_hosts has for this very host and port."""
+    def accepted(self) -> dict[Path, list[asyncssh.SSHKey]]:
+        """The keys that files of known_hosts have for this very host and port."""
         if self._asked is None:
-            return []
+            return {}
         _, address, port = self._asked
         names = [self.name, *([address if port == 22 else f"[{address}]:{port}"] if address else [])]
-        return [key for name in names for key in self.known.match(name, "", None)[0]]
+        keys = {
+            file: [key for name in names for key in alone.match(name, "", None)[0]]
+            for file, alone in self.known.files.items()
+        }
+        return {file: accepted for file, accepted in keys.items() if accepted}
 
 
 def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: str = "") -> NodeUnreachable:
@@ -89,10 +91,9 @@ def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: s
         todo = "do not log in; ask its owner" if "revoked" in reason else ""
         return NodeUnreachable("host key refused", where=where, why=reason, todo=todo)
     fingerprint = recorder.offered.get_fingerprint()
-    before = recorder.accepted()
-    if before:
-        expected, files = before[0].get_fingerprint(), recorder.known.files_with(before[0])
-        forget = " and ".join(f"`ssh-keygen -R '{recorder.name}' -f {quoted(file)}`" for file in files)
+    if before := recorder.accepted():
+        expected = next(iter(before.values()))[0].get_fingerprint()
+        forget = " and ".join(f"`ssh-keygen -R '{recorder.name}' -f {quoted(file)}`" for file in before)
         return HostKeyChanged(
             "the host key has changed",
             where=where,

@@ -20,7 +20,7 @@ from tests.unit.run.logs.run_logs import RunLogs
 from tests.unit.run.run_maker import MadeRun, make_run_config
 
 parse = LogPattern.parse
-stored = ["foo", "Foo", "bar", "b\tar", "é", "fo\x1b[1mo", "foo\x1b[0m", "x\rfoo", "o\r", ""]
+stored = ["foo", "Foo", "bar", "b\tar", "é", "fo\x1b[1mo", "foo\x1b[0m", "x\rfoo", "o\r", "b\x08ar", "f\0oo", ""]
 stored += ["\x1b[1m\x1b[", "\x1b[\x1b[1mfoo", "f\x1b[3\x1b[1moo", "\x1b]0;\x1b[2mfoo\x07"]
 stored += ["größe", "Größe", "GRÖẞE", "İ", "文é", "Жар", "e\u0301", "\ufeffé", "a\u00a0é", "İ文"]
 stored += ["\t", "o\tf", "1234567\tf", "o  f\r", "foo\rx", "\r\tfoo"]
