@@ -30,6 +30,7 @@ from engine.config.models import Config, FineTuneType
 from engine.config.redraft import redraft
 from engine.errors import InputError, size_text, spans
 from engine.models import FrozenModel
+from engine.node.source_files import OF_ROWS, suffix_of
 from engine.plan.capacity import Capacity
 from engine.protocol.attempt import read_regular, write_atomic
 from engine.protocol.manifest import DATA_PREFIX, PUSHED
@@ -42,7 +43,6 @@ _COPY_ID: Final = """
 for key in ~/.ssh/id_*.pub; do [ -f "$key" ] && exec ssh-copy-id "$@"; done
 ssh-keygen -t ed25519 -f ~/.ssh/id_ed25519 && exec ssh-copy-id "$@"
 """
-_ROWS: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _MOST_DATA: Final = 20
 _JOB_KEYS: Final = ("model", "data", "fine_tune_type", "batch_size", "batch_tokens", "iters", "epochs")
 
@@ -207,7 +207,7 @@ class SetupApi:
         """Training data beside the file: mlx-lm's folders, and files of rows."""
         folder = target.absolute().parent
         folders = [path.parent.name for path in sorted(folder.glob("*/train.jsonl"))]
-        files = [path.name for path in sorted(folder.iterdir()) if path.suffix in _ROWS and path.is_file()]
+        files = [path.name for path in sorted(folder.iterdir()) if suffix_of(path) in OF_ROWS and path.is_file()]
         return [*folders, *files][:_MOST_DATA]
 
     async def copies(self, config: Config, *, dataset: bool) -> dict[str, str]:

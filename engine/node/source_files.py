@@ -37,6 +37,7 @@ MAGIC = {
     b"PK\x03\x04": "a zip archive",
     b"PAR1": "Parquet",
     b"ARROW1": "Arrow with a footer",
+    b"FEA1\0": "Feather of version 1",
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
@@ -50,7 +51,8 @@ _ENCODINGS = {"UTF-16": "utf-16", "UTF-16 (little-endian)": "utf-16-le", "UTF-16
 _ENCODINGS["UTF-32"] = "utf-32"
 _TABLES = (".csv", ".tsv")
 TEXTS = (".txt", ".md")
-SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES, ".parquet", ".arrow", ".feather", *TEXTS)
+OF_ROWS = (".jsonl", ".ndjson", ".json", *_TABLES, ".parquet", ".arrow", ".feather")
+SUFFIXES = (*OF_ROWS, *TEXTS)
 _WRAPPERS = "data|rows|examples|items|records|instances|dataset|train"
 _WRAPPED = re.compile(
     rf'\s*\{{\s*(?:"[^"]*"\s*:\s*(?:"[^"]*"|[\d.]+|null|true|false)\s*,\s*)*"(?:{_WRAPPERS})"\s*:\s*\[\s*(?=\{{)'
@@ -147,7 +149,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, io.TextIOWrapper, str | None
         encoding = _ENCODINGS.get(kind or "", "utf-8-sig")
         if kind in _ENCODINGS:
             kind = foreign_kind(head.decode(encoding, "ignore").lstrip("\ufeff").encode("utf-8", "replace"))
-        if path.suffix == ".arrow" and kind != "Arrow with a footer":
+        if suffix_of(path) == ".arrow" and kind not in MAGIC.values():
             kind = "Arrow"
         file.seek(0)
         yield file, stack.enter_context(io.TextIOWrapper(file, encoding, newline="")), kind

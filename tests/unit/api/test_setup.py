@@ -131,10 +131,19 @@ def test_the_least_room_counts_and_other_models_do_not(engine: Engine, monkeypat
 
 def test_data_beside_the_file_is_sent_to_other_machines(engine: Engine, tmp_path: Path) -> None:
     target = tmp_path / "flightdeck.toml"
-    for name in ("chats/train.jsonl", "rows.csv", "notes.pdf"):
+    for name in (
+        "chats/train.jsonl",
+        "rows.csv",
+        "notes.pdf",
+        "README.md",
+        "a.arrow",
+        "b.feather",
+        "c.ndjson",
+        "d.jsonl.gz",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    assert engine.setup.data_found(target) == ["chats", "rows.csv"]
+    assert engine.setup.data_found(target) == ["chats", "a.arrow", "b.feather", "c.ndjson", "d.jsonl.gz", "rows.csv"]
     here = NodeCandidate(FoundHost("head", "127.0.0.1", ("this machine",)), FoundPython("/p/bin/python"))
     for data, node, push in (("chats", ULTRA, True), ("chats", here, False), ("~/d", ULTRA, False)):
         choices = SetupChoices(model="~/m", data=data)
