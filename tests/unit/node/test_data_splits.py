@@ -71,13 +71,23 @@ def test_without_pyyaml_what_to_install_is_said(tmp_path: Path, monkeypatch: pyt
         source_parts(folder, {"subset": "main"})
 
 
+@pytest.mark.parametrize("suffix", ["png", "md", "json"])
 def test_a_folder_that_is_a_whole_disk_is_refused_before_all_of_it_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    monkeypatch.setattr("engine.node.data_splits._MOST_OTHERS", 3)
-    for name in ("a/1.png", "a/rows.jsonl", "b/2.png", "b/3.png", "c/4.png", "d/5.png"):
+    monkeypatch.setattr("engine.node.data_splits._MOST_FILES", 4)
+    for name in ("a/1", "a/2", "b/3", "b/4", "c/5", "d/6"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    with pytest.raises(DataError, match=f"of 5 files, those up to {tmp_path}/c, 4 are no data; name"):
+        (tmp_path / f"{name}.{suffix}").touch()
+    (tmp_path / "a/rows.jsonl").touch()
+    with pytest.raises(DataError, match=f"has more than 4 files, {tmp_path}/b among them"):
         source_parts(tmp_path, {})
-    assert source_parts(tmp_path / "a", {})["train"][0].files == [tmp_path / "a/rows.jsonl"]
+    assert tmp_path / "a/rows.jsonl" in source_parts(tmp_path / "a", {})["train"][0].files
+
+
+def test_rows_beside_very_many_images_are_read(tmp_path: Path) -> None:
+    for number in range(10_001):
+        (tmp_path / f"{number}.jpg").touch()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train-00000.parquet").touch()
+    assert source_parts(tmp_path, {})["train"][0].files == [tmp_path / "data/train-00000.parquet"]
