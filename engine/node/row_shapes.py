@@ -26,7 +26,15 @@ _PARTS: dict[str, tuple[str, ...]] = {
 }
 """Part of a row or of a message → keys that data sets have for it, the likeliest first."""
 _ANSWERS = (*_PARTS["completion"], *_PARTS["chosen"])
-_LACKING = {"chat": "messages", "text": "text", "completion": "an answer", "chosen": "an answer", "prompt": "a prompt"}
+_NEEDED: dict[str, dict[str, str]] = {
+    "preference": {"chosen": "an answer", "rejected": "a rejected answer"},
+    "chat": {"chat": "messages"},
+    "completions": {"prompt": "a prompt", "completion": "an answer"},
+}
+"""Shape → its parts, and what a row is without when one is null."""
+_NO_OTHERS = {key for part in ("system", "input", "history", "tools", "functions") for key in _PARTS.get(part, (part,))}
+_NO_OTHERS |= {key for needed in _NEEDED.values() for part in needed for key in _PARTS[part]}
+"""Keys beside a null that are no texts of an unknown shape."""
 _HALVES = {*_PARTS["prompt"], *_PARTS["completion"]}
 """Keys that are no text by themselves where the row has another one that may be their other half."""
 _ROLES = {
@@ -63,12 +71,21 @@ class _Parts:
         self.unread = set[str]()
         """Keys of messages."""
 
+    def keys(self, part: str) -> tuple[str, ...]:
+        return (self.columns[part],) if part in self.columns else _PARTS.get(part, (part,))
+
     def key(self, part: str) -> str | None:
         """One with a value, if there is any."""
-        keys = (self.columns[part],) if part in self.columns else _PARTS.get(part, (part,))
         # An `input` may be the prompt itself.
-        there = [key for key in keys if self.row.get(key) is not None and not (part == "input" and key in self.read)]
+        there = [
+            key
+            for key in self.keys(part)
+            if self.row.get(key) is not None and not (part == "input" and key in self.read)
+        ]
         return next((key for key in there if self.row[key] not in _EMPTY), next(iter(there), None))
+
+    def nulls(self, part: str) -> set[str]:
+        return {key for key in self.keys(part) if key in self.row and self.row[key] is None}
 
     def get(self, part: str) -> Any:
         key = self.key(part)
@@ -109,11 +126,8 @@ def convert(row: Row, shape: str, columns: Mapping[str, str]) -> tuple[str, Row,
         if converted is not None:
             unread = {key for key, value in row.items() if value not in _EMPTY} - parts.read
             return _name_of(name, parts), converted, unread | parts.unread
-    nulls = {key for key, value in row.items() if value is None}
-    for part, lacking in _LACKING.items():
-        # As columnar files, and tables made into JSON, have empty cells.
-        if not nulls.isdisjoint((parts.columns[part],) if part in parts.columns else _PARTS[part]):
-            raise Skipped(f"without {lacking}")
+    if lacking := next(filter(None, (_null_part(name, parts) for name in _TRIED[shape])), None):
+        raise Skipped(f"without {lacking}")
     strings = [key for key, value in row.items() if isinstance(value, str)]
     dialogues = [
         key for key, value in row.items() if isinstance(value, list) and any(type(one) is dict for one in value)
@@ -126,6 +140,26 @@ def convert(row: Row, shape: str, columns: Mapping[str, str]) -> tuple[str, Row,
         f"has {'a shape that is not known' if shape == 'auto' else f'no {shape}'}: {listed_keys(row)}; "
         f"say what they are, for example [data] columns = {{ {example} }}"
     )
+
+
+def _null_part(shape: str, parts: _Parts) -> str | None:
+    """A part that a row of this shape has as null, as columnar files, and tables made into JSON, have empty cells: it
+    is named, or has its usual key, or no other value may be it."""
+    others = any(
+        isinstance(value, (str, list, dict)) and value and not _ABOUT_A_ROW.fullmatch(key.lower())
+        for key, value in parts.row.items()
+        if key not in _NO_OTHERS
+    )
+    for part in _nulls(shape, parts):
+        if not others or parts.columns.get(part, _PARTS[part][0]) in parts.nulls(part):
+            return _NEEDED[shape][part]
+    return None
+
+
+def _nulls(shape: str, parts: _Parts) -> list[str]:
+    """The parts of a shape that are null, where all of them are there."""
+    nulls = [part for part in _NEEDED.get(shape, ()) if parts.key(part) is None]
+    return nulls if all(map(parts.nulls, nulls)) else []
 
 
 def _name_of(shape: str, parts: _Parts) -> str:
@@ -193,9 +227,13 @@ def _completions(parts: _Parts) -> Row | None:
 
 
 def _text(parts: _Parts) -> Row | None:
-    key = parts.columns.get("text", "text")
-    if not isinstance(parts.row.get(key), str):
-        strings = [name for name, value in parts.row.items() if isinstance(value, str) and "text" not in parts.columns]
+    key, nulls = parts.columns.get("text", "text"), parts.nulls("text")
+    named = [part for part in parts.columns if any(part in needed for needed in _NEEDED.values())]
+    if (key not in nulls or named) and not isinstance(parts.row.get(key), str):
+        strings = [name for name, value in parts.row.items() if isinstance(value, str) or name in nulls]
+        # What a row of another shape has beside its nulls is none either.
+        if "text" in parts.columns or any(map(parts.nulls, named)) or any(_nulls(shape, parts) for shape in _NEEDED):
+            strings = []
         texts = [name for name in strings if not _ABOUT_A_ROW.fullmatch(name.lower())]
         # Of an object without a text the title, or the id, is none either.
         key = next(iter(texts or strings if len(parts.row) == 1 else texts if len(texts) == 1 else []), "")
@@ -207,7 +245,7 @@ def _text(parts: _Parts) -> Row | None:
     if not key:
         return None
     parts.read.add(key)
-    if not parts.row[key].strip():
+    if not (parts.row[key] or "").strip():
         raise Skipped("without text")
     return {"text": parts.row[key]}
 

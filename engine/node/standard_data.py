@@ -25,7 +25,7 @@ from engine.node.source_files import HEAD_BYTES, DataError, foreign_kind
 from engine.protocol.attempt import open_regular, read_regular, write_atomic
 from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank, lines, parse
 
-_VERSION = 3
+_VERSION = 4
 """Version of the conversion: another one makes other folders."""
 VALID_SHARE = 0.05
 """Split off where [data] valid says nothing and there is no such file."""

@@ -250,6 +250,13 @@ READ: dict[str, tuple[str, bytes | Callable[[], bytes], dict[str, Any], list[Any
     "Parquet of one column": ("p.parquet", parquet([{"content": row["text"]} for row in TEXTS]), {}, TEXTS),
     "Arrow of save_to_disk": ("data-00000-of-00001.arrow", arrow(keyed("question", "answer")), {}, PAIRS),
     "Arrow with a footer (Feather)": ("data.arrow", arrow(keyed("question", "answer"), "file"), {}, PAIRS),
+    "Arrow, compressed": (
+        "data.arrow.gz",
+        lambda: gzip.compress(arrow(keyed("question", "answer"))()),
+        {},
+        PAIRS,
+    ),
+    "Parquet that is called Arrow": ("data.arrow", parquet(keyed("question", "answer")), {}, PAIRS),
     "Feather": ("data.feather", arrow(keyed("question", "answer"), "file"), {}, PAIRS),
     "JSON with its rows in data": (
         "s.json",
@@ -315,6 +322,48 @@ READ: dict[str, tuple[str, bytes | Callable[[], bytes], dict[str, Any], list[Any
         jsonl([{"summary": "s", "essay": None}, *({"summary": "s", "essay": row["text"]} for row in TEXTS)]),
         {"columns": {"text": "essay"}},
         TEXTS,
+    ),
+    "texts, of which some are null beside another text": (
+        "t.jsonl",
+        jsonl([{"text": None, "summary": "only"}, *({"summary": "s", **row} for row in TEXTS)]),
+        {},
+        TEXTS,
+    ),
+    "the only texts, of which some are null": (
+        "t.jsonl",
+        jsonl([{"title": "t", "body": None}, *({"title": "t", "body": row["text"]} for row in TEXTS)]),
+        {},
+        TEXTS,
+    ),
+    "messages, of which some are null beside their prompt": (
+        "u.jsonl",
+        jsonl([{"prompt": "p", "prompt_id": "a", "messages": pair} for pair in (None, *PAIRS)]),
+        {},
+        PAIRS,
+    ),
+    "pairs that are null beside another text": (
+        "q.jsonl",
+        jsonl([{"prompt": None, "completion": None, "note": "n"}, *keyed("prompt", "completion", note="n")]),
+        {},
+        PAIRS,
+    ),
+    "a single text with numbers that are null": (
+        "t.jsonl",
+        jsonl([{"essay": row["text"], "rating": None, "system": None, "input": None} for row in TEXTS]),
+        {},
+        TEXTS,
+    ),
+    "named pairs of which a half is null beside another text": (
+        "q.jsonl",
+        jsonl([{"Q": None, "A": "a", "note": "n"}, *keyed("Q", "A", note="n")]),
+        {"columns": {"prompt": "Q", "completion": "A"}},
+        PAIRS,
+    ),
+    "pairs in whose rows keys of other shapes are null": (
+        "q.jsonl",
+        jsonl(keyed("prompt", "completion", messages=None, text=None, chosen=None, rejected=None)),
+        {},
+        PAIRS,
     ),
     "texts with facts about them": (
         "wiki.jsonl",
@@ -420,6 +469,52 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
             {"instruction": "level?", "outputs": ["three zero"]},
         )
     },
+    **{
+        f"{', '.join(row)}, of which {key} is null": (
+            "q.jsonl",
+            jsonl([{**row, key: None}, {**row, key: None}]),
+            {},
+            f"line 1 has a shape that is not known: it has {', '.join(row)}, {key}; say what they are",
+        )
+        for row, keys in (
+            ({"passage": "p", "reply": "r"}, ("code", "data", "input", "body", "turns", "query", "output")),
+            ({"passage": "p", "target": "r"}, ("input",)),
+            ({"summary": "s"}, ("body", "data")),
+            ({"id": "a", "thread": [RESPONSE]}, ("conversations",)),
+        )
+        for key in keys
+    },
+    "an unknown shape beside pairs, with a null": (
+        "q.jsonl",
+        jsonl([*keyed("prompt", "completion"), {"passage": "p", "reply": "r", "input": None}]),
+        {},
+        "line 3 has a shape that is not known: it has passage, reply, input",
+    ),
+    "named messages that are none, with a null": (
+        "q.jsonl",
+        jsonl([{"conv": "not a list", "text": None}]),
+        {"columns": {"messages": "conv"}},
+        "line 1 has no chat: it has conv, text",
+    ),
+    "messages that are none, with a null": (
+        "q.jsonl",
+        jsonl([{"messages": "x", "text": None, "turns": None}]),
+        {"format": "chat"},
+        "line 1 has no chat: it has messages, text",
+    ),
+    "half of a pair, named, beside a text that is null": (
+        "q.jsonl",
+        jsonl([{"Q": "q", "text": None}]),
+        {"columns": {"prompt": "Q"}},
+        "line 1 has a shape that is not known: it has Q, text",
+    ),
+    "half of a pair, named and null, without the other": (
+        "q.jsonl",
+        jsonl([{"Q": None, "reply": "r"}]),
+        {"columns": {"prompt": "Q"}},
+        "line 1 has a shape that is not known: it has Q, reply",
+    ),
+    "Feather of version 1": ("q.feather", b"FEA1\0\0\0\0", {}, "q.feather is Feather of version 1, which is not read"),
     "another shape than named": ("q.jsonl", jsonl(ALPACA), {"format": "sharegpt"}, "line 1 has no sharegpt: it has"),
     "a column that is not there": (
         "q.jsonl",
