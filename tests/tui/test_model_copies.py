@@ -138,6 +138,8 @@ async def test_rows_of_one_file_are_not_acted_on_by_another(
         answers.set()
         await console.shows("org/tiny")
         assert console.screen.count("org/tiny") == 1, f"of all that were asked: {listed}"
+        await console.until(lambda: "asking the nodes" not in console.screen)
+        assert "free in /hub" in console.screen and "nothing is selected" not in console.screen
 
 
 async def test_nodes_of_another_file_are_asked_when_what_was_under_way_has_ended(
@@ -172,7 +174,8 @@ async def test_a_node_that_is_slow_holds_up_no_other_and_its_listing_is_not_the_
     answers = asyncio.Event()
 
     async def slow(config: Config) -> AsyncIterator[NodeCopies]:
-        yield NodeCopies(node="max", cache="/hub", free_bytes=10**12, copies=(ROWS,))
+        if not any(what == "rm" for what, *_ in models.asked):
+            yield NodeCopies(node="max", cache="/hub", free_bytes=10**12, copies=(ROWS,))
         while not answers.is_set():
             await asyncio.sleep(0.01)
         yield NodeCopies(node="ultra", cache="/hub", free_bytes=10**12, copies=(TINY,))
@@ -189,9 +192,23 @@ async def test_a_node_that_is_slow_holds_up_no_other_and_its_listing_is_not_the_
         answers.clear()
         await console.press("p")
         await console.shows("asking the nodes")
+        assert "copied and verified" in console.screen
         await console.press("c")
         await console.shows("the listing was stopped")
-        assert models.asked == [("push", "hf:org/rows")]
+        assert models.asked == [("push", "hf:org/rows")] and "copied and verified" in console.screen
+        await console.press("r")
+        await console.shows("asking the nodes")
+        await console.press("ctrl+k")
+        await console.shows("remove hf:org/rows?")
+        await console.press("right", "enter")
+        await console.shows("hf:org/rows is removed")
+        await console.shows("asking the nodes")
+        assert console.app.screen.query_one(OptionList).option_count == 1, "the row of what is removed goes at once"
+        await console.press("v")
+        await console.shows("verified: org/tiny")
+        answers.set()
+        await console.until(lambda: "asking the nodes" not in console.screen, "the listing that gave way")
+        assert "verified: org/tiny" in console.screen
 
 
 async def test_c_right_behind_a_key_leaves_none_under_way(fake: FakeEngine, models: FakeModels) -> None:

@@ -4,8 +4,9 @@ does."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual.app import ComposeResult
@@ -33,6 +34,9 @@ _LABEL: Final = 20
 _LISTING: Final = "the listing"
 _REMOVAL: Final = "a removal"
 _KEYS = "p push · g pull · v verify · n name · ctrl+k remove · r again · esc back"
+
+
+_Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class _Rows(OptionList):
@@ -64,6 +68,8 @@ class ModelCopies(ModalScreen[str]):
         """The nodes of the last listing; none where it has to be made again."""
         self._notes: dict[str, str] = {}
         """By node, or "" for all."""
+        self._ends: dict[str, str] = {}
+        """Those of the request that ended before the listing."""
         self._busy = ""
         """The request that is under way."""
         self._worker: Worker[None] | None = None
@@ -96,7 +102,7 @@ class ModelCopies(ModalScreen[str]):
 
     def _begin(self) -> None:
         if self._pushed is not None:
-            self._start("a copy", self._push(self._pushed))
+            self._start("a copy", partial(self._push, self._pushed))
         elif not self._busy:
             self.action_ask()
 
@@ -109,18 +115,18 @@ class ModelCopies(ModalScreen[str]):
             self.dismiss(None)
 
     def action_ask(self) -> None:
-        self._start(_LISTING, self._list())
+        self._start(_LISTING, self._list)
 
     def action_change(self, what: str) -> None:
         """Push, pull or verify the copy under the cursor."""
         if (chosen := self._chosen()) is not None:
             node, label, models = chosen[0].node, chosen[1].label, self._client.engine.models
             if what == "push":
-                self._start("a copy", self._push(label))
+                self._start("a copy", partial(self._push, label))
             elif what == "pull":
-                self._start("a copy", self._copy(lambda: models.pull(self._config, label, node)))
+                self._start("a copy", partial(self._copy, lambda: models.pull(self._config, label, node)))
             else:
-                self._start("a verification", self._verify(label))
+                self._start("a verification", partial(self._verify, label))
 
     def action_name(self) -> None:
         if not self._read_only:
@@ -131,7 +137,7 @@ class ModelCopies(ModalScreen[str]):
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.action_leave()
         if name := event.value.strip():
-            self._start("a copy", self._push(name))
+            self._start("a copy", partial(self._push, name))
 
     def action_remove(self) -> None:
         if (chosen := self._chosen()) is None:
@@ -140,7 +146,7 @@ class ModelCopies(ModalScreen[str]):
 
         def answered(go: str | None) -> None:
             if go:
-                self._start(_REMOVAL, self._remove(config, label, node))
+                self._start(_REMOVAL, partial(self._remove, config, label, node))
 
         back = "a launch that pushes it" if label.startswith("hf:pushed/") else f"push {label}"
         lines = [pair("on", node, 60), pair("frees", size(chosen[1].bytes), 60), pair("back by", back, 60)]
@@ -154,13 +160,16 @@ class ModelCopies(ModalScreen[str]):
             return None
         return self._copies[place]
 
-    def _start(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        if self._busy:
-            work.close()
+    def _start(self, what: str, work: _Work, ends: Mapping[str, str] | None = None) -> None:
+        """Takes the place of a listing, which is made again behind it."""
+        if self._busy == _LISTING != what and self._worker is not None:
+            self._asked = ()
+            self._worker.cancel()
+        elif self._busy:
             self._note(f"{self._busy} is under way{': c stops it' * (self._busy != _REMOVAL)}")
-        else:
-            self._busy, self._notes = what, {}
-            self._worker = self.run_worker(self._finish(work))
+            return
+        self._busy, self._notes, self._ends = what, {}, dict(ends or {})
+        self._worker = self.run_worker(partial(self._finish, what, work))
 
     async def action_stop(self) -> None:
         """A removal goes on: its node has begun it."""
@@ -169,29 +178,39 @@ class ModelCopies(ModalScreen[str]):
         if self._worker is not None and self._busy != _REMOVAL:
             self._worker.cancel()
 
-    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _finish(self, what: str, work: _Work) -> None:
         how, severity = "has ended", "information"
         try:
-            await work
+            await work()
         except ENGINE_ERRORS as error:
             how, severity = "has failed", "error"
             self._note(str(error))
         except asyncio.CancelledError:
-            how = ""
-            self._note(f"{self._busy} was stopped")
+            how = "was stopped"
             raise
         finally:
-            begun, self._busy = self.begun, ""
-            self._draw_notes()
-            if begun and not self.is_current:
-                text = f"7: {begun} {how}: {self._notes.get('', '')}" if how else f"7: {begun} was stopped"
-                self.notify(text, severity=severity, markup=False)  # type: ignore[arg-type]
-            if self._asked != self._config.nodes:
-                self.call_later(lambda: self._start(_LISTING, self._list_beside(dict(self._notes))))
+            if self._busy == what:
+                self._end(how, severity)
+
+    def _end(self, how: str, severity: str) -> None:
+        begun, ended, self._busy = self.begun, f"{self._busy} {how}", ""
+        if how == "was stopped":
+            self._note(ended)
+        elif begun:
+            ended += f": {self._notes.get('', '')}"
+        self._draw_notes()
+        if begun and not self.is_current:
+            self.notify(f"7: {ended}", severity=severity, markup=False)  # type: ignore[arg-type]
+        if self._asked != self._config.nodes:
+            ends = self._notes if begun else self._ends
+            self.call_later(lambda: self._start(_LISTING, self._list, ends))
 
     async def _list(self) -> None:
         """Show what each node has as soon as it answers."""
-        config, seen = self._config, {node.node: node for node, _ in self._copies}
+        config = self._config
+        rows: dict[str, list[tuple[NodeCopies, NodeCopy]]] = {}
+        for node, copy in self._copies:
+            rows.setdefault(node.node, []).append((node, copy))
         self._asked, names = config.nodes, [node.name for node in config.nodes]
         self._notes = {"": "asking the nodes", **dict.fromkeys(names, "")}
         self._draw_notes()
@@ -199,17 +218,11 @@ class ModelCopies(ModalScreen[str]):
             async for node in answers:
                 if config.nodes != self._config.nodes:
                     return
-                seen[node.node] = node
-                self._show_rows([(seen[name], copy) for name in names if name in seen for copy in seen[name].copies])
+                rows[node.node] = [(node, copy) for copy in node.copies]
+                self._show_rows([row for name in names for row in rows.get(name, ())])
                 free = f"{size(node.free_bytes)} free in {node.cache}{', HF_HUB_OFFLINE is set' * node.offline}"
                 self._note(f"{node.node}: {node.problem or free}", node.node)
         self._note("" if self._copies else "no node has a model or data set in its cache or a folder of models")
-
-    async def _list_beside(self, ends: dict[str, str]) -> None:
-        """With the notes on what has ended."""
-        await self._list()
-        self._notes |= ends
-        self._draw_notes()
 
     def _show_rows(self, copies: list[tuple[NodeCopies, NodeCopy]]) -> None:
         before, self._copies = self._copies, copies
@@ -244,6 +257,7 @@ class ModelCopies(ModalScreen[str]):
     async def _remove(self, config: Config, name: str, node: str) -> None:
         freed = await self._client.call(lambda: self._client.engine.models.remove(config, name, node))
         self._asked = ()
+        self._show_rows([row for row in self._copies if (row[0].node, row[1].label) != (node, name)])
         self._note(f"{node}: {name} is removed, {size(freed)} are free again")
 
     def _note(self, text: str, node: str = "") -> None:
@@ -259,7 +273,8 @@ class ModelCopies(ModalScreen[str]):
         place = next((rows.highlighted for rows in self.query(_Rows)), None)
         under = self._copies[place : place + 1] if place is not None else ()
         faults = [f"{node.node}: {copy.label}: {copy.state}" for node, copy in under if not copy.complete]
-        lines = [Content.styled(line, MUTED) for line in (*faults, *self._notes.values()) if line]
+        texts = [*faults, self._notes.get("", ""), *{**self._notes, **self._ends}.values()]
+        lines = [Content.styled(line, MUTED) for line in dict.fromkeys(texts) if line]
         for notes in self.query("#copies-notes").results(Static):
             notes.update(Content("\n").join(lines))
         keys = "r again · esc back" if self._read_only else _KEYS
