@@ -19,6 +19,7 @@ from engine.snapshots import (
     RunResult,
     RunSnapshot,
     Series,
+    StopProgress,
     TrackerStatus,
     TrainedFile,
     ValidationLoss,
@@ -27,7 +28,7 @@ from engine.snapshots import (
 from tests.tui import fake_engine
 from tests.tui.conftest import SIZES, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
-from tui.glyphs import FAIL, PENDING, STALE, STOPPED, WARN
+from tui.glyphs import FAIL, PENDING, PHASES, STALE, STOPPED, WARN
 from tui.screens.dialog import Confirm
 from tui.state import DeckState
 from tui.widgets.bars import header
@@ -192,6 +193,17 @@ def test_before_the_next_attempt_no_rank_is_called_silent(between: RunState) -> 
     resumed = DeckState(now=fake_engine.NOW, snapshot=replace(run, record=record, ranks=ranks))
     assert rank_glyph(resumed, ranks[1]) == (PENDING, "waiting")
     assert "silent" not in header(resumed, 160).plain
+
+
+def test_a_rank_that_saves_while_the_run_is_stopped_between_attempts_is_shown_as_saving() -> None:
+    run, ranks = fake_engine.running(), fake_engine.ranks("saving", seen_at=fake_engine.ago(1))
+    record = run.record.model_copy(update={"state": RunState.RECOVERING})
+    for stop, shown in (
+        (None, (PENDING, "waiting")),
+        (StopProgress("stop", fake_engine.ago(1)), (PHASES["saving"], "saving")),
+    ):
+        snapshot = replace(run, record=record, ranks=ranks, stop=stop)
+        assert rank_glyph(DeckState(now=fake_engine.NOW, snapshot=snapshot), ranks[1]) == shown
 
 
 def test_a_rank_that_another_ones_failure_ended_is_not_marked_as_failed() -> None:

@@ -119,7 +119,9 @@ def test_gpu_use_comes_from_telemetry_while_somebody_looks() -> None:
     assert "not measured" in text(verification(state(snapshot), snapshot, 80, every=True))
     loading = replace(snapshot, ranks=(snapshot.ranks[0], replace(snapshot.ranks[1], step_s=None)))
     idle = {node: each.model_copy(update={"gpu_use": 0.0}) for node, each in seen.items()}
-    assert "GPU" not in text(verification(state(loading, telemetry=idle), loading, 80, every=False))
+    record = snapshot.record.model_copy(update={"state": RunState.RECOVERING})
+    for waits in (loading, replace(snapshot, record=record)):
+        assert "GPU" not in text(verification(state(waits, telemetry=idle), waits, 80, every=False))
 
 
 def test_the_newest_alarms_are_shown_and_the_others_counted() -> None:
@@ -142,9 +144,13 @@ async def test_an_alarm_is_in_the_run_pane_and_the_lines_are_there_when_it_has_t
         await console.shows("? GPU use")
 
 
-def test_what_is_kept_of_a_run_is_what_its_resumption_begins_from() -> None:
-    emergency = ResultFile("checkpoint", False, 41, "local-0", "/c/step-41/weights", "step-41/weights", 9, "0" * 64)
+@pytest.mark.parametrize("iteration", [35, 41])
+def test_what_is_kept_of_a_run_is_what_its_resumption_begins_from(iteration: int) -> None:
+    """The last attempt may have begun before the newest mark, which is an earlier one's."""
+    file = f"step-{iteration}/weights"
+    emergency = ResultFile("checkpoint", False, iteration, "local-0", f"/c/{file}", file, 9, "0" * 64)
     snapshot = replace(fake_engine.aborted(), result=RunResult((emergency,)))
     assert max(mark.iteration for mark in snapshot.series.marks) == 40
-    assert "the checkpoint of iteration 41: R resumes from it" in text(left(state(snapshot), snapshot, 80, tall=False))
-    assert resume_text(snapshot) == "from iteration 41 (checkpoint on local-0)"
+    shown = text(left(state(snapshot), snapshot, 80, tall=False))
+    assert f"the checkpoint of iteration {iteration}: R resumes from it" in shown
+    assert resume_text(snapshot) == f"from iteration {iteration} (checkpoint on local-0)"

@@ -126,7 +126,7 @@ def _glyph(line: Verification) -> Glyph:
 def _with_telemetry(state: DeckState, snapshot: RunSnapshot, line: Verification) -> Verification:
     """Fill in GPU use, which only the console has, from telemetry."""
     # A rank that loads its model or is started again does not use its GPU yet.
-    training = state.active and all(rank.step_s is not None for rank in snapshot.ranks)
+    training = state.ranks_work and all(rank.step_s is not None for rank in snapshot.ranks)
     if line.name != api.GPU or line.text != api.NOT_MEASURED or not training:
         return line
     nodes = dict.fromkeys(rank.node for rank in snapshot.ranks)
@@ -154,7 +154,9 @@ def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
     if (link := away(state, rank)) is not None and rank.phase != "ended":
         return UNKNOWN, f"{link.condition} {age(link.since, state.now)}"
     working = rank.phase in ("training", "validating", "saving", "generating")
-    if working and state.active and not state.ranks_work:
+    # A rank is only told to save by a stop, which may come while the run recovers.
+    stopped = rank.phase == "saving" and state.snapshot is not None and state.snapshot.stop is not None
+    if working and state.active and not state.ranks_work and not stopped:
         return PENDING, "waiting"
     if working and state.active and _silent(state, rank):
         ranks = state.snapshot.ranks if state.snapshot is not None else ()
@@ -498,10 +500,11 @@ def _place(snapshot: RunSnapshot) -> str:
 
 
 def newest_checkpoint(snapshot: RunSnapshot) -> int | None:
-    """Iteration of the newest one, also of those saved at an end by force; None when there is none."""
+    """Iteration of the one that the run goes on from, also of those saved at an end by force; None when there is none.
+    Marks are of all attempts, of which a later one may have begun further back."""
     saved = snapshot.result.newest("checkpoint") if snapshot.result is not None else ()
     marked = (mark.iteration for mark in snapshot.series.marks if mark.kind == "checkpoint")
-    return max((*(file.iteration for file in saved), *marked), default=None)
+    return max((file.iteration for file in saved) if saved else marked, default=None)
 
 
 def marks(snapshot: RunSnapshot) -> list[tuple[int, str]]:
