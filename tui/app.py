@@ -44,7 +44,7 @@ from tui.engine_client import (
 from tui.fixes import CableSetup, CheckFix, CopyFix, FixCommand, HostKeyFix, fix_for
 from tui.formatting import shortened, size, terminal_notification
 from tui.gc_pauses import GcScheduler
-from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
+from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal, warning_of_16
 from tui.poller import (
     POLL_S,
     ConfigEdited,
@@ -202,8 +202,7 @@ class FlightDeckApp(App[None]):
     def get_css_variables(self) -> dict[str, str]:
         variables = super().get_css_variables()
         if self.has_class(FEW_COLOURS):
-            # Of 16 colours, the one that is nearest to that of warnings is the red of what has failed.
-            variables["warning"] = variables["text-warning"]
+            variables["warning"] = warning_of_16(variables)
         return variables
 
     def exit(self, *arguments: Any, **named: Any) -> None:

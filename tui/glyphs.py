@@ -6,10 +6,12 @@ needs nothing of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from rich.color import ColorSystem
+from textual.color import Color
 from textual.content import Content
 
 from tui.encoding import locale_encoding
@@ -83,6 +85,17 @@ RANK_STYLES: Final = ("$text-primary", "$text-accent", "$text-success", "$text-s
 
 def rank_style(rank: int) -> str:
     return RANK_STYLES[rank % len(RANK_STYLES)]
+
+
+def warning_of_16(theme: Mapping[str, str]) -> str:
+    """The first colour for warnings that on a terminal with 16 is neither that of success nor that of a failure."""
+
+    def nearest(colour: str) -> int | None:
+        return Color.parse(colour).rich_color.downgrade(ColorSystem.STANDARD).number
+
+    taken = {nearest(theme["success"]), nearest(theme["error"])}
+    candidates = (theme["warning"], theme["text-warning"], "#ffff00", "#808000")
+    return next(colour for colour in candidates if nearest(colour) not in taken)
 
 
 def utf8_terminal() -> bool:

@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import get_args
 
 import pytest
-from rich.color import Color, ColorSystem
+from rich.color import ColorSystem
+from rich.console import Console as RichConsole
+from textual.color import Color
+from textual.theme import BUILTIN_THEMES
 from textual.widgets import Button
 
 from engine.cluster.transport.base import Completed
-from engine.config.models import Config
+from engine.config.models import Config, Theme
 from engine.errors import HostKeyChanged
 from engine.models import GpuMemory, NodeFacts, NodeTelemetry, NvidiaGpu
 from engine.snapshots import NodeCondition
@@ -28,7 +32,7 @@ from tui.app import _WAITS, FlightDeckApp
 from tui.engine_client import TelemetryReceived
 from tui.fixes import FixCommand
 from tui.formatting import memory
-from tui.glyphs import FEW_COLOURS, OK, STALE
+from tui.glyphs import FEW_COLOURS, OK, STALE, warning_of_16
 from tui.screens.dialog import Confirm, ConfirmLaunch
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey
 from tui.state import DeckState
@@ -275,12 +279,22 @@ async def test_the_row_of_the_cursor_is_underlined_where_there_are_few_colours(s
         await console.until(lambda: rows.get_component_styles("row-list--cursor").text_style.underline is True)
 
 
-async def test_of_16_colours_a_warning_has_another_one_than_a_failure(studio: FakeEngine) -> None:
+@pytest.mark.parametrize("theme", get_args(Theme))
+def test_of_16_colours_a_warning_has_another_one_than_success_and_failure(theme: str) -> None:
+    shown = BUILTIN_THEMES[theme].to_color_system().generate()
+    colours = warning_of_16(shown), shown["success"], shown["error"]
+    warning, *others = (Color.parse(colour).rich_color.downgrade(ColorSystem.STANDARD).number for colour in colours)
+    assert warning not in others
+
+
+async def test_a_terminal_of_16_colours_gets_the_warning_that_can_be_told_there(
+    studio: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FlightDeckApp, "is_headless", False)
+    monkeypatch.setattr(RichConsole, "color_system", "standard")
     async with opened(studio, config=macs.configuration()) as console:
-        console.app.add_class(FEW_COLOURS)
-        shown, states = console.app.get_css_variables(), ("success", "warning", "error")
-        nearest = {name: Color.parse(shown[name].lower()).downgrade(ColorSystem.STANDARD).number for name in states}
-        assert len(set(nearest.values())) == len(states), nearest
+        shown = BUILTIN_THEMES[console.app.theme].to_color_system().generate()
+        assert console.app.theme_variables["warning"] == warning_of_16(shown) != shown["warning"]
 
 
 async def test_y_on_a_node_copies_the_fix_of_a_check_as_a_line_for_a_shell_here(studio: FakeEngine) -> None:
