@@ -80,7 +80,7 @@ def standard_data(source: Path, options: Mapping[str, Any]) -> StandardData:
         why, root, place = reason_of(error, source), str(_root()), str(error.filename or source)
         if error.errno in _NOT_WRITTEN or place.startswith(root) or root.startswith(place):
             raise DataError(f"{source} cannot be converted in {root}: {why}") from error
-        raise DataError(f"{source} cannot be read: {why}") from error
+        raise DataError(f"{place} cannot be read: {why}") from error
 
 
 def standard_files(files: Sequence[str], options: Mapping[str, Any]) -> tuple[list[Path], dict[str, Any] | None]:

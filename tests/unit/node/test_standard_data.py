@@ -791,6 +791,14 @@ def test_keys_of_messages_without_a_value_are_left_out_and_others_are_named(tmp_
     assert data.about is not None and data.about["unread"] == ["channel of messages"]
 
 
+def test_the_file_of_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (folder := tmp_path / "rows").mkdir()
+    (folder / "a.jsonl").write_bytes(jsonl(keyed("q", "a")))
+    (folder / "b.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(DataError, match=r"/rows/b\.jsonl cannot be read: No such file or directory$"):
+        standard_data(folder, OPTIONS)
+
+
 def test_a_value_that_is_not_of_json_is_refused_with_its_row(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     row = {"question": "a", "answer": "b", "tools": [{"since": datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)}]}
