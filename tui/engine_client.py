@@ -20,7 +20,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic
 
 from textual.message import Message
 
@@ -30,6 +30,7 @@ from tui import scaling_text
 from tui.fixes import HERE, FixCommand
 from tui.formatting import fetch_text
 from tui.poller import RunsRead
+from tui.screens.client import Answer, Item
 from tui.screens.use import RunUse
 from tui.state import ENGINE_ERRORS, StateStore
 
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
     from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, RunRecord, Topology
     from engine.snapshots import Deletion, RunSnapshot
     from engine.task_result import Fused
-
-Answer = TypeVar("Answer")
-Item = TypeVar("Item")
 
 BATCH_S: Final = 0.25
 """Between two batches of a stream's items."""

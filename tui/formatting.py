@@ -373,7 +373,7 @@ def fetch_text(step: FetchProgress) -> str:
 
 
 def copy_text(step: CopyProgress) -> str:
-    """ "bea: 1.20 of 4.00 GB"."""
+    """ "bea: 1.2 GB of 4.0 GB"."""
     if step.path is not None:
         return f"{step.node}: {size(step.total)} in {step.path}, each file verified"
     return f"{step.node}: {step.text}"

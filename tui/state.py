@@ -5,11 +5,11 @@ A frozen value, replaced as a whole, so a pane is a function of it and a test ca
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from engine import api
 from engine.errors import FlightDeckError
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from engine.api import (
         CalibrationProgress,
         Config,
-        Engine,
         NetworkPlan,
         Prediction,
         QueueItem,
@@ -37,23 +36,6 @@ VIEWS: Final = ("dashboard", *NUMBERED, "compare")
 
 ENGINE_ERRORS: Final = (FlightDeckError, OSError)
 """How the engine refuses a request."""
-
-Answer = TypeVar("Answer")
-Item = TypeVar("Item")
-
-
-class Client(Protocol):
-    """The console's client of the engine, as the screens below it know it."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    async def call(self, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer: ...
-
-    def each(self, make: Callable[[], AsyncIterator[Item]], *, every_s: float = ...) -> AsyncGenerator[Item, None]: ...
-
-    async def abort(self, run: str, *, now: bool) -> None: ...
-
 
 FACTS_LIMIT_S: Final = 300.0
 """A node's facts are shown stale when they are older than this."""

@@ -131,7 +131,8 @@ async def test_space_asks_a_host_anew_that_has_not_answered(
         ask = FakeSetup.ask
         monkeypatch.setattr(FakeSetup, "ask", lambda setup, host: ask(setup, "ana@ultra.local"))
         await console.press("down", "down", "down", "space", "space")
-        await console.until(lambda: "no answer within 10 s" not in console.screen, "its answer")
+        candidates = screen(console).candidates
+        await console.until(lambda: bool((one := candidates["gone"].answer) and one.answers), "its answer")
         assert screen(console).choices.chosen == ("ana@ultra.local", "max", "gone")
 
 
@@ -153,6 +154,37 @@ async def test_data_that_was_chosen_before_is_shown_when_it_is_taken_up_again(fa
         await console.shows("why is the sky blue?")
         await console.press("enter")
         await at(console, "method")
+
+
+async def test_data_that_was_read_is_read_again_only_for_another_model(fake: FakeEngine, folder: Path) -> None:
+    async with opened(fake, config=None, size=SMALL) as console:
+        await go_to_data(console)
+        await console.shows("why is the sky blue?")
+        for key, step in (("enter", "method"), ("escape", "data"), ("enter", "method"), ("escape", "data")):
+            await console.press(key)
+            await at(console, step)
+        await console.shows("why is the sky blue?")
+        assert fake.setup.inspected == ["data"]
+        await console.press("escape")
+        await at(console, "model")
+        await console.press("x", "enter")
+        await at(console, "data")
+        await console.until(lambda: fake.setup.inspected == ["data", "data"], "its tokens by another model")
+
+
+async def test_a_found_host_that_is_asked_anew_keeps_what_was_found(
+    fake: FakeEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, asleep = FakeSetup.ask, ["ana@ultra.local"]
+    monkeypatch.setattr(FakeSetup, "ask", lambda setup, host: ask(setup, "gone" if host in asleep else host))
+    async with opened(fake, config=None, size=SMALL) as console:
+        await console.press("enter")
+        await answered(console)
+        asleep.clear()
+        await console.press("space")
+        candidates = screen(console).candidates
+        await console.until(lambda: bool((one := candidates["ana@ultra.local"].answer) and one.answers), "its answer")
+        assert candidates["ana@ultra.local"].host.sources == ("Bonjour",)
 
 
 async def test_a_files_own_epochs_and_budget_are_changed_and_not_replaced(fake: FakeEngine, folder: Path) -> None:

@@ -16,7 +16,8 @@ from textual.worker import Worker
 
 from engine import api
 from tui.glyphs import MUTED
-from tui.state import ENGINE_ERRORS, Client
+from tui.screens.client import Client
+from tui.state import ENGINE_ERRORS
 
 if TYPE_CHECKING:
     from engine.api import ChatServer

@@ -19,8 +19,9 @@ from textual.worker import Worker
 
 from tui.formatting import copy_text, shortened, size
 from tui.glyphs import MUTED
+from tui.screens.client import Client
 from tui.screens.dialog import Confirm
-from tui.state import ENGINE_ERRORS, NUMBERED, Client
+from tui.state import ENGINE_ERRORS, NUMBERED
 from tui.widgets.text import Column, lay_out, pair
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -23,8 +24,9 @@ from engine import api
 from engine.errors import memory_text, plural
 from tui.formatting import shortened
 from tui.glyphs import FAIL, MUTED, OK, RUNNING, WARN, Glyphs
+from tui.screens.client import Client
 from tui.screens.fix import compare_command
-from tui.state import ENGINE_ERRORS, Client
+from tui.state import ENGINE_ERRORS
 from tui.widgets.text import pair
 
 if TYPE_CHECKING:
@@ -103,6 +105,10 @@ class _Nodes(SetupStep):
         try:
             async with aclosing(search) as candidates:
                 async for candidate in candidates:
+                    if not others:
+                        # It may be one that was found, which tells more than its name.
+                        seen = setup.candidates.get(candidate.host.ssh, candidate)
+                        candidate = replace(candidate, host=seen.host)
                     setup.candidates[candidate.host.ssh] = candidate
                     self.rows = list(setup.candidates)
                     usual = tuple(host for host, one in setup.candidates.items() if one.usual)
@@ -313,47 +319,53 @@ class _Data(_Named):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._inspection: tuple[str, DataInspection | None] = "", None
-        """The name, and its data where that could be read."""
+        self._inspection: tuple[object, DataInspection | None] = None, None
+        """As `_of` names it, and its data where that could be read."""
         self._refused = ""
         """The name that was refused once, as it cannot be trained on."""
 
     def open(self) -> None:
         self.abouts |= dict.fromkeys(self.engine.setup.data_found(self.setup.target), "beside the file")
         super().open()
-        if self.setup.typed:
-            self.setup.work(partial(self._inspect, self.setup.typed), "inspect")
+        # What is only offered is being read.
+        name, (of, inspection) = self.setup.choices.data, self._inspection
+        if name and (inspection is None or of != self._of(name)):
+            self.setup.work(partial(self._inspect, name), "inspect")
+
+    def _of(self, name: str) -> tuple[object, ...]:
+        """The data's name, and what else it is read by."""
+        return name, self.setup.choices.model, self.setup.choices.chosen
 
     def moved(self) -> None:
         super().moved()
         self.setup.work(partial(self._inspect, self.rows[self.cursor]), "inspect")
 
     async def _inspect(self, name: str) -> None:
-        self._inspection = "", None
+        self._inspection = None, None
         self.setup.choose(data=name)
         self.setup.say(f"reading {name}")
         try:
             config = await self.setup.config()
             read = await self.client.call(lambda: self.engine.setup.inspect(config, shown=_ROWS_SHOWN))
         except ENGINE_ERRORS:
-            self._inspection = name, None
+            self._inspection = self._of(name), None
             raise
         # Another may have been chosen meanwhile.
         if self.setup.typed == name:
-            self._inspection = name, read
+            self._inspection = self._of(name), read
             self.setup.say("")
 
     async def leave(self) -> str | None:
         why, name = await super().leave(), self.setup.typed
-        if why is None and self._inspection[0] != name:
+        if why is None and self._inspection[0] != self._of(name):
             # What is being read may be this.
             self.setup.workers.cancel_group(self.setup, "inspect")
             await self._inspect(name)
-            if self._inspection[0] != name:
+            if self._inspection[0] != self._of(name):
                 return ""
             why = "these are its first rows: enter goes on with them"
         of, inspection = self._inspection
-        if of == name and inspection is not None and inspection.faults and self._refused != name:
+        if of == self._of(name) and inspection is not None and inspection.faults and self._refused != name:
             self._refused = name
             return "it cannot be trained on as it is: choose another, or enter goes on and it is corrected later"
         return why

@@ -204,9 +204,7 @@ def _link_of_preflight(state: DeckState) -> str | None:
 
 
 def _notes(state: DeckState, taken: Calibration | None, width: int) -> list[Content]:
-    notes = [("shares", why(state))]
-    if state.prediction is not None:
-        notes = list(calibration_notes(state.prediction))
+    notes = list(calibration_notes(state.prediction)) if state.prediction is not None else [("shares", _why(state))]
     if taken is None:
         unknown = f"the speed of each node and link, and the speed-up{state.key(': c measures them')}"
         notes = [*(note for note in notes if note[0] != "predicted"), ("not measured", unknown)]
@@ -215,8 +213,6 @@ def _notes(state: DeckState, taken: Calibration | None, width: int) -> list[Cont
     return [Content(""), *rows]
 
 
-def why(state: DeckState) -> str:
-    if state.prediction is not None:
-        return state.prediction.shares.reason
+def _why(state: DeckState) -> str:
     fixed = state.config is not None and any(node.share is not None for node in state.config.nodes)
     return "fixed by share in [[node]]" if fixed else "equal: no share is configured and nothing is calibrated"
