@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -82,9 +83,24 @@ def test_tags_and_a_note_are_written_shown_and_removed(home: Path, runs: list[Ma
     assert (refused.code, refused.err.count("\n")) == (2, 1)
 
 
+@pytest.mark.parametrize("arguments", [("delete", "first"), ("queue", "install")])
+def test_a_person_is_asked_on_stderr_so_that_stdout_may_go_to_a_file(
+    home: Path, runs: list[MadeRun], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("tui.commands.terminal.is_person", lambda stream: stream is not sys.stdout)
+    monkeypatch.setattr("engine.queue.autostart._succeeds", lambda *_: True)
+    monkeypatch.setattr("builtins.input", lambda: "n")
+    done = flightdeck(home, *arguments)
+    assert done.err.endswith(" [y/N] ")
+    assert done.out and "[y/N]" not in done.out
+
+
 def test_delete_asks_and_says_what_it_freed(home: Path, runs: list[MadeRun]) -> None:
     asked = flightdeck(home, "delete", "first")
-    assert (asked.code, asked.err) == (2, "flightdeck: nobody can be asked: nothing was deleted (add --yes)\n")
+    assert (asked.code, asked.err) == (
+        2,
+        "flightdeck: nobody can be asked: nothing was changed (add --yes, or run it in a terminal)\n",
+    )
     folder = home / "node" / "runs" / runs[0].id / "checkpoints"
     folder.mkdir(parents=True)
     (folder / "weights").write_bytes(b"w" * 200_000)

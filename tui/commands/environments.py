@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -86,5 +85,5 @@ def _end(options: argparse.Namespace, config: Config, plans: Sequence[Environmen
 
 def _agree(options: argparse.Namespace, question: str) -> None:
     """Raises InputError where nobody agrees, also without a terminal."""
-    if not agreed(options, question, Lines(sys.stderr)):
+    if not agreed(options, question):
         raise InputError("nothing is changed", why="it was not agreed to")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Iterator
 
 from engine.api import Engine, ExitCode
-from engine.errors import InputError, plural
+from engine.errors import plural
 from engine.snapshots import Deletion
-from tui.commands.terminal import Lines, agreed_to, is_person, print_json
+from tui.commands.terminal import Lines, agreed, check_person, print_json, progress_lines
 from tui.formatting import size
 
 
@@ -38,9 +37,8 @@ def delete(options: argparse.Namespace, engine: Engine) -> int:
 
 
 async def _delete(options: argparse.Namespace, engine: Engine) -> int:
-    lines = Lines(sys.stderr if options.json else None)
-    if not options.yes and (options.json or not is_person(sys.stdin)):
-        raise InputError("nobody can be asked", why="nothing was deleted", todo="add --yes")
+    lines = progress_lines(options)
+    check_person(options)
     runs = list(dict.fromkeys([engine.runs.find(run).id for run in options.runs]))
     async with engine:
         if not options.yes:
@@ -48,7 +46,7 @@ async def _delete(options: argparse.Namespace, engine: Engine) -> int:
                 for text in deletion_lines(await engine.runs.delete(run, go=False)):
                     lines.say(text)
             what = runs[0] if len(runs) == 1 else plural(len(runs), "run")
-            if not agreed_to(f"delete {what}? This cannot be undone.", lines):
+            if not agreed(options, f"delete {what}? This cannot be undone."):
                 lines.say("nothing was deleted")
                 return ExitCode.OK
         deletions = [await engine.runs.delete(run, go=True, anyway=options.anyway) for run in runs]

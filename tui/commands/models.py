@@ -113,7 +113,7 @@ def _verify(options: argparse.Namespace, engine: Engine, config: Config) -> int:
 
 
 def _remove(options: argparse.Namespace, engine: Engine, config: Config) -> int:
-    if not agreed(options, f"remove {options.name} on {options.node}?", Lines(sys.stderr)):
+    if not agreed(options, f"remove {options.name} on {options.node}?"):
         return ExitCode.FAILED
 
     async def remove() -> int:

@@ -36,7 +36,7 @@ def _autostart(options: argparse.Namespace, engine: Engine) -> int:
     lines.say(f"{'write' if installs else 'remove'} {made.file or 'this line of the crontab'}:")
     for text in (*made.text.splitlines(), *(f"$ {' '.join(command)}" for command in commands)):
         lines.say(f"  {text}")
-    if not agreed(options, f"{options.action} it?", lines):
+    if not agreed(options, f"{options.action} it?"):
         return ExitCode.FAILED
     (engine.queue.install if installs else engine.queue.uninstall)(made)
     if options.json:

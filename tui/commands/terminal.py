@@ -88,13 +88,16 @@ def _ask(config: Config, programs: Sequence[tuple[str, str]]) -> None:
         raise InputError(f"{config.file} was not accepted", why="nothing was run")
 
 
-def agreed(options: argparse.Namespace, question: str, progress: Lines) -> bool:
-    """--yes, or what a person answers. Raises InputError where nobody can be asked."""
-    if options.yes:
-        return True
-    if not (is_person(sys.stdin) and is_person(progress.stream)):
+def agreed(options: argparse.Namespace, question: str) -> bool:
+    """--yes, or what a person answers, asked on stderr. Raises as `check_person`."""
+    check_person(options)
+    return options.yes or agreed_to(question, Lines(sys.stderr))
+
+
+def check_person(options: argparse.Namespace) -> None:
+    """Raises InputError where there is no --yes and nobody can be asked."""
+    if not (options.yes or (is_person(sys.stdin) and is_person(sys.stderr))):
         raise InputError("nobody can be asked", why="nothing was changed", todo="add --yes, or run it in a terminal")
-    return agreed_to(question, progress)
 
 
 def agreed_to(question: str, progress: Lines) -> bool:
