@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from engine.protocol.jsonl import listed_keys, named_keys
@@ -106,9 +106,12 @@ class _Parts:
         return value or ""
 
 
-def convert(row: Row, shape: str, columns: Mapping[str, str]) -> tuple[str, Row, set[str]]:
+def convert(
+    row: Row, shape: str, columns: Mapping[str, str], before: Collection[str] = ()
+) -> tuple[str, Row, set[str]]:
     """The shape's name, the row with `messages` (and `tools`) or `text`, and the keys that are not read. `shape`: one
-    of FORMATS. `columns`: part → key. Raises ValueError for a row that is none, and Skipped."""
+    of FORMATS. `columns`: part → key. `before`: names of the shapes of earlier rows. Raises ValueError for a row that
+    is none, and Skipped."""
     if all(value in _EMPTY for value in row.values()):
         raise Skipped("empty")
     for part, key in columns.items():
@@ -126,7 +129,8 @@ def convert(row: Row, shape: str, columns: Mapping[str, str]) -> tuple[str, Row,
         if converted is not None:
             unread = {key for key, value in row.items() if value not in _EMPTY} - parts.read
             return _name_of(name, parts), converted, unread | parts.unread
-    if lacking := next(filter(None, (_null_part(name, parts) for name in _TRIED[shape])), None):
+    had = {_GENERAL.get(name, name) for name in before}
+    if lacking := next(filter(None, (_null_part(name, parts, had=name in had) for name in _TRIED[shape])), None):
         raise Skipped(f"without {lacking}")
     strings = [key for key, value in row.items() if isinstance(value, str)]
     dialogues = [
@@ -142,13 +146,13 @@ def convert(row: Row, shape: str, columns: Mapping[str, str]) -> tuple[str, Row,
     )
 
 
-def _null_part(shape: str, parts: _Parts) -> str | None:
+def _null_part(shape: str, parts: _Parts, *, had: bool) -> str | None:
     """A part that a row of this shape has as null, as columnar files, and tables made into JSON, have empty cells: it
-    is named, or has its usual key, or no other value may be it."""
-    others = any(
+    is named, or has its usual key, or no other value may be it, or an earlier row `had` this shape."""
+    others = not had and any(
         isinstance(value, (str, list, dict)) and value and not _ABOUT_A_ROW.fullmatch(key.lower())
         for key, value in parts.row.items()
-        if key not in _NO_OTHERS
+        if key not in _NO_OTHERS and key not in parts.columns.values()
     )
     for part in _nulls(shape, parts):
         if not others or parts.columns.get(part, _PARTS[part][0]) in parts.nulls(part):
@@ -160,6 +164,10 @@ def _nulls(shape: str, parts: _Parts) -> list[str]:
     """The parts of a shape that are null, where all of them are there."""
     nulls = [part for part in _NEEDED.get(shape, ()) if parts.key(part) is None]
     return nulls if all(map(parts.nulls, nulls)) else []
+
+
+_GENERAL = {"Alpaca": "completions", "ShareGPT": "chat"}
+"""A shape's name as it is told → the one that it is tried as."""
 
 
 def _name_of(shape: str, parts: _Parts) -> str:

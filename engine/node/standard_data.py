@@ -213,7 +213,7 @@ class _Conversion:
         """Write a row, or count it as skipped; returns why it cannot be read."""
         about = self.about
         try:
-            name, row, unread = convert(values, self._format, self._columns)
+            name, row, unread = convert(values, self._format, self._columns, about["shapes"])
             if about["shapes"] and ("text" in about["shapes"]) != (name == "text"):
                 return f"is {name}, and the rows before are {next(iter(about['shapes']))}"
             keys = {"messages": self._options["chat"], "text": self._options["text"]}

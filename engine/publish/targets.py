@@ -88,8 +88,9 @@ def write_target(run: TrainedRun, folder: ModelFolder) -> Publication:
             (made / "README.md").write_text(model_card(run, folder, name, usage), encoding="utf-8")
             made.rename(path)
     except OSError as error:
-        # Without room, a copy's error names the file that is read.
-        where = path if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.filename or path
+        # What is written into is of no interest, and a copy's error names the file that is read for both.
+        read = error.errno in (errno.EACCES, errno.EPERM, errno.ENOENT) and error.filename
+        where = path if not read or Path(read).is_relative_to(path.parent) else read
         raise StateError("it cannot be published", where=str(where), why=error) from error
     return Publication(path, commands=tuple(_commands(target, folder, name, run.config.job.model or run.base)))
 

@@ -16,6 +16,7 @@ from engine.models import RunRecord
 from engine.run.history import RunHistory
 from engine.run.run_plan import RunPlan
 from engine.run.series.reader import SeriesFigures
+from engine.security.redact import REDACTED, is_secret
 
 ALIKE: Final = 0.03
 """Speeds that differ by less are alike."""
@@ -150,9 +151,12 @@ _BETTER: Final[Mapping[str, Callable[..., int]]] = {
 def _configuration(run: ComparedRun) -> dict[str, Cell]:
     # The job's own come first.
     listed = sorted(values_of(run.plan.config), key=lambda value: value[0][0] != "job")
-    # By their names, which say what is a secret.
     redact = run.plan.config.job.redactor()
-    values = redact.document({name: value for (table, *_), name, value in listed if table != "ui"})
+    values = {
+        name: REDACTED if isinstance(value, str) and is_secret(str(path[-1])) else redact.document(value)
+        for path, name, value in listed
+        if path[0] != "ui"
+    }
     # A node's path is that of [job] in most configurations.
     of_job = {f"node.{node.name}.{key}": values.get(key) for node in run.plan.config.nodes for key in ("model", "data")}
     return {

@@ -16,7 +16,7 @@ from tests.architecture.report import Code, Module, flows, kind_conditions, larg
 CODE = Code(Path(__file__).parents[2])
 TESTS = Code(CODE.repository, ("tests",))
 FLOWS = flows(CODE.repository)
-MOST_FILES, MOST_LINES = 351, 68_920
+MOST_FILES, MOST_LINES = 351, 68_935
 """Limits of the engine, lowered when it shrinks, and raised only with what an issue adds."""
 NAMELESS = ("found", "each", "known", "own", "it")
 """Names that do not say what they hold: no parameter or variable has one."""

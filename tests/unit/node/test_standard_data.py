@@ -791,6 +791,24 @@ def test_keys_of_messages_without_a_value_are_left_out_and_others_are_named(tmp_
     assert data.about is not None and data.about["unread"] == ["channel of messages"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        ([{"Q": "q", "answer": "a"}, {"Q": "q", "answer": None}], {"prompt": "Q"}),
+        ([{"Q": "q", "answer": None}, {"Q": "q", "answer": "a"}], {"prompt": "Q"}),
+        ([{"problem": "p", "answer": text, "level": "easy"} for text in ("a", None)], {}),
+        ([{"conversations": text, "uid": "seven"} for text in (SHAREGPT, None)], {}),
+    ],
+)
+def test_a_null_in_a_named_column_or_in_the_shape_of_earlier_rows_leaves_its_row_out(
+    tmp_path: Path, rows: list[dict[str, Any]], columns: dict[str, str]
+) -> None:
+    (file := tmp_path / "rows.jsonl").write_bytes(jsonl(rows))
+    about = standard_data(file, {**OPTIONS, "data": {"columns": columns, "valid": 0.0}}).about
+    assert about is not None
+    assert sum(about["counts"].values()) == 1 and sum(count for count, _ in about["skipped"].values()) == 1
+
+
 def test_the_file_of_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     (folder := tmp_path / "rows").mkdir()
     (folder / "a.jsonl").write_bytes(jsonl(keyed("q", "a")))

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -367,7 +368,7 @@ def test_a_full_disk_is_named_by_the_folder_that_is_written(
     assert str(raised.value) == f"{place / f'{run}-gguf'}: {why}" and not [*place.iterdir()]
 
 
-def test_a_file_that_cannot_be_read_is_named(
+def test_a_file_that_cannot_be_read_is_named_and_else_the_folder_to_be_written(
     home: Path, run: str, write_model: WriteModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable(source: Path, target: Path) -> None:
@@ -375,9 +376,16 @@ def test_a_file_that_cannot_be_read_is_named(
 
     monkeypatch.setattr(os, "link", unreadable)
     monkeypatch.setattr(shutil, "copyfile", unreadable)
-    model = write_model()
+    model, place = write_model(), tmp_path / "models"
     with pytest.raises(StateError, match=rf"{model}/\S+: it cannot be published: Permission denied"):
-        publish(home, run, "gguf", model, tmp_path / "models")
+        publish(home, run, "gguf", model, place)
+
+    def withheld(*_: object, dir: Path, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(dir / ".scratch"))
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", withheld)
+    with pytest.raises(StateError, match=rf"{place}/{run}-gguf: it cannot be published: Permission denied"):
+        publish(home, run, "gguf", model, place)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_variables_are_compared_without_their_secrets(tmp_path: Path) -> None:
     runs = []
     for number, token in enumerate(("hf_abcdefghijklmnop", "hf_ponmlkjihgfedcba"), 1):
         base = run(tmp_path, number)
-        env = {"HF_TOKEN": token, "AWS_ACCESS_KEY_ID": token[::-1], "OMP_NUM_THREADS": str(number)}
+        env = {"HF_TOKEN": token, "AWS_ACCESS_KEY_ID": f"AB{number}", "OMP_NUM_THREADS": str(number)}
         job = base.plan.config.job.model_copy(update={"env": env})
         config = base.plan.config.model_copy(update={"job": job})
         runs.append(ComparedRun(base.record, base.plan.model_copy(update={"config": config}), base.history))

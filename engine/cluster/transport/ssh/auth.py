@@ -72,17 +72,18 @@ class HostKeyRecorder(asyncssh.SSHClient):
         keys, authorities, *_ = self.known.match(host, address, None if port == 22 else port)
         return not authorities and self.offered not in keys
 
-    def accepted(self) -> dict[Path, list[asyncssh.SSHKey]]:
-        """The keys that files of known_hosts have for this very host and port."""
+    def accepted(self) -> list[tuple[Path, str, asyncssh.SSHKey]]:
+        """The keys that files of known_hosts have for this very host and port, with the file and the name there."""
         if self._asked is None:
-            return {}
+            return []
         _, address, port = self._asked
         names = [self.name, *([address if port == 22 else f"[{address}]:{port}"] if address else [])]
-        keys = {
-            file: [key for name in names for key in alone.match(name, "", None)[0]]
+        return [
+            (file, name, key)
             for file, alone in self.known.files.items()
-        }
-        return {file: accepted for file, accepted in keys.items() if accepted}
+            for name in names
+            for key in alone.match(name, "", None)[0]
+        ]
 
 
 def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: str = "") -> NodeUnreachable:
@@ -92,8 +93,9 @@ def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: s
         return NodeUnreachable("host key refused", where=where, why=reason, todo=todo)
     fingerprint = recorder.offered.get_fingerprint()
     if before := recorder.accepted():
-        expected = next(iter(before.values()))[0].get_fingerprint()
-        forget = " and ".join(f"`ssh-keygen -R '{recorder.name}' -f {quoted(file)}`" for file in before)
+        expected = before[0][2].get_fingerprint()
+        commands = dict.fromkeys(f"`ssh-keygen -R '{name}' -f {quoted(file)}`" for file, name, _ in before)
+        forget = " and ".join(commands)
         return HostKeyChanged(
             "the host key has changed",
             where=where,
