@@ -88,7 +88,7 @@ def write_target(run: TrainedRun, folder: ModelFolder) -> Publication:
             (made / "README.md").write_text(model_card(run, folder, name, usage), encoding="utf-8")
             made.rename(path)
     except OSError as error:
-        # What is written into is of no interest, and a copy's error names the file that is read for both.
+        # A copy's error names the file that is read, also where the one that is written is at fault.
         read = error.errno in (errno.EACCES, errno.EPERM, errno.ENOENT) and error.filename
         where = path if not read or Path(read).is_relative_to(path.parent) else read
         raise StateError("it cannot be published", where=str(where), why=error) from error

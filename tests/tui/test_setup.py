@@ -45,12 +45,13 @@ async def answered(console: Console) -> None:
     await console.until(lambda: len(screen(console).candidates) >= 3, "the hosts")
 
 
-async def go_to_data(console: Console) -> None:
+async def go_to_data(console: Console, *, chosen: bool = False) -> None:
+    """`chosen`: the nodes, whose keys are accepted, and the model are, by a file or before."""
     await console.press("i")
     await answered(console)
-    await console.press("enter", "y")
+    await console.press("enter", *["y"] * (not chosen))
     await at(console, "model")
-    await console.press(*"m", "enter")
+    await console.press(*["m"] * (not chosen), "enter")
     await at(console, "data")
 
 
@@ -144,12 +145,7 @@ async def test_data_that_was_chosen_before_is_shown_when_it_is_taken_up_again(fa
         await console.until(lambda: fake.setup.inspected[-1:] == ["more.jsonl"], "its rows")
         await console.press("escape", "escape", "escape")
         await console.until(lambda: console.on_deck, "the deck")
-        await console.press("i")
-        await answered(console)
-        await console.press("enter")
-        await at(console, "model")
-        await console.press("enter")
-        await at(console, "data")
+        await go_to_data(console, chosen=True)
         await console.shows("▸ more.jsonl")
         await console.shows("why is the sky blue?")
         await console.press("enter")
@@ -191,12 +187,7 @@ async def test_a_files_own_epochs_and_budget_are_changed_and_not_replaced(fake: 
     job = '[job]\nmodel = "~/Qwen3"\ndata = "data"\nbatch_tokens = 9000\nepochs = 3\n'
     (folder / "flightdeck.toml").write_text(f'[[node]]\nssh = "ana@ultra.local"\n{job}')
     async with opened(fake, config=None, size=SMALL) as console:
-        await console.press("i")
-        await answered(console)
-        await console.press("enter")
-        await at(console, "model")
-        await console.press("enter")
-        await at(console, "data")
+        await go_to_data(console, chosen=True)
         await console.shows("why is the sky blue?")
         await console.press("enter")
         await at(console, "method")
